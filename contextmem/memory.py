@@ -1,0 +1,851 @@
+"""ContextMemory: the one object a user holds. It orchestrates the other rooms and does no tensor work itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import networkx as nx
+from torch import Tensor, nn
+
+from contextmem import numerics, provenance, storage
+from contextmem.answers import AnswerStream
+from contextmem.arguments import check_choice, check_label, listed, plain_metadata
+from contextmem.backbone import CHUNK, Backbone
+from contextmem.cache import SpanCache
+from contextmem.codec import Codec
+from contextmem.decoding import Decoding, Generation, decode
+from contextmem.dialogue import Dialogue, end_ids, ids_of, span
+from contextmem.errors import (
+    Cancelled,
+    ContextOverflow,
+    DependentsWarning,
+    InvalidInput,
+    KeyConflictWarning,
+    MemoryBusy,
+    MemoryClosed,
+)
+from contextmem.events import Event, logger, record_of
+from contextmem.framing import framing_of
+from contextmem.identity import check_identity, identity_of
+from contextmem.ledger import KINDS, STATES, Ledger, Segment
+from contextmem.loading import load_pretrained
+from contextmem.progress import Progress, ProgressCallback
+from contextmem.reports import Answer, Report, SegmentStats, Stats
+from contextmem.retraction import Edit, Method, choose, method_named
+from contextmem.state import State, extended, rebuilt
+from contextmem.targets import Target, known, resolved
+
+__all__ = ["Checkpoint", "ContextMemory"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state to go back to; made by `ContextMemory.checkpoint`."""
+
+    state: State
+    lineage: str
+
+
+class ContextMemory:
+    """Segments as addressable spans over one persistent KV cache.
+
+    Every operation is all-or-nothing: it computes the next state and swaps it in at the end. An exception, a
+    cancellation or running out of memory leaves the memory as it was. One call works on a memory at a time; a second one
+    raises `MemoryBusy` at once. Reading (`segments`, `token_ids`, `stats`, ...) is always possible.
+
+    Attributes:
+        backbone: the model, shared by every memory on it.
+        chunk_size: tokens a forward while prefilling; smaller needs less memory.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, system: str | None = None, *, chunk_size: int = CHUNK) -> None:
+        """
+        Args:
+            model: a transformers causal language model.
+            tokenizer: its tokenizer.
+            system: system text; prefilled at once. None leaves what the chat template itself puts there.
+            chunk_size: tokens a forward while prefilling.
+
+        Raises:
+            UnsupportedEdit: the model cannot carry an editable cache.
+            InvalidInput: an argument has the wrong type.
+        """
+        if not isinstance(model, nn.Module):
+            raise InvalidInput(f"model must be a transformers model, not {type(model).__name__}.")
+        if not callable(tokenizer):
+            raise InvalidInput(f"tokenizer must be a transformers tokenizer, not {type(tokenizer).__name__}.")
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise InvalidInput(f"chunk_size must be a positive integer, not {chunk_size!r}.")
+        self.model, self.tokenizer = model, tokenizer
+        self.chunk_size = chunk_size
+        self.backbone = Backbone.of(model)
+        self._codec = Codec.of(tokenizer)
+        self._framing = framing_of(self._codec)
+        self._end_ids = end_ids(self.backbone, self._codec, self._framing)
+        self._begin(State(Ledger(), self.backbone.new_cache(), 0), lineage=secrets.token_hex(4))
+        if system is not None:
+            spans = self._dialogue.system(system, self._codec.encode(system))
+            with self._working():
+                self._check_room(self._state, spans)
+                self._add(self._state, spans, None)
+                self._log("append", spans, tokens_computed=self.seq_length)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, **options: Any
+    ) -> Self:
+        """Load a model and its tokenizer and put a memory on them.
+
+        Args:
+            name: "smollm2-135m-instruct" (embedded, no network), a hub id, or a local directory.
+            dtype, device: as in transformers; default: the checkpoint's type, the CPU.
+            options: as for `ContextMemory`.
+
+        Raises:
+            ModelUnavailable: the model cannot be loaded; the message says how to get it.
+        """
+        model, tokenizer = load_pretrained(name, dtype=dtype, device=device)
+        return cls(model, tokenizer, **options)
+
+    def _begin(self, state: State, *, lineage: str, events: tuple[Event, ...] = ()) -> None:
+        self._state = state
+        self._lineage = lineage
+        self._tag = secrets.token_hex(3)  # ids stay unique across memories, forks and reloads
+        self._numbers = count(1)
+        self._dialogue = Dialogue(self._framing, self._new_id)
+        self._events = events
+        self._busy = threading.Lock()
+        self._cancel = threading.Event()
+        self._closed = False
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the live text in order, frames included."""
+        return self._state.ledger.token_ids
+
+    @property
+    def seq_length(self) -> int:
+        """Slots in use."""
+        return self._state.n_slots
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next token; more than `seq_length` where an edit left a gap."""
+        return self._state.cache.next_position
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of cache capacity held."""
+        return self._state.cache.nbytes
+
+    @property
+    def context_length(self) -> int:
+        """Most positions the model takes."""
+        return self.backbone.context_length
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What happened, oldest first, without any text."""
+        return self._events
+
+    @property
+    def graph(self) -> nx.DiGraph:
+        """Provenance: edges from segments to those derived from them."""
+        return provenance.graph(self._state.ledger)
+
+    @property
+    def past_key_values(self) -> SpanCache:
+        """The KV as a transformers cache. What a forward adds to it is not part of this memory."""
+        return self._state.cache.view()
+
+    def segments(
+        self,
+        *,
+        key: str | None = None,
+        source: str | None = None,
+        kind: str | None = None,
+        state: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        frames: bool = False,
+    ) -> list[Segment]:
+        """Segments in order.
+
+        Without `key` and `state`, the live ones. With `key`, every version, retracted ones first. With `state`, those in
+        that state.
+
+        Args:
+            metadata: pairs that a segment's metadata must contain.
+            frames: also list template frames.
+        """
+        if state is not None and state not in STATES:
+            raise InvalidInput(f"state must be one of {', '.join(STATES)}, not {state!r}.")
+        ledger = self._state.ledger
+        pool = (*ledger.gone, *ledger.spans) if key is not None or state is not None else ledger.spans
+        if key is None and state is None:
+            state = "live"
+        chosen = ledger.select(pool, key=key, source=source, kind=kind, state=state, metadata=metadata)
+        return [segment for segment in chosen if frames or kind == "frame" or segment.kind != "frame"]
+
+    def stats(self) -> Stats:
+        """Tokens and bytes by segment."""
+        state = self._state
+        each = state.cache.slot_nbytes
+        rows = tuple(
+            SegmentStats(s.id, s.kind, s.key, s.state, s.n_tokens, s.n_tokens * each) for s in state.ledger.spans
+        )
+        return Stats(
+            segments=rows,
+            n_tokens=state.n_slots,
+            nbytes_used=state.n_slots * each,
+            nbytes_held=state.cache.nbytes,
+            next_position=state.cache.next_position,
+            context_length=self.context_length,
+            exact_tokens=state.exact_slots,
+        )
+
+    # ------------------------------------------------------------------ adding
+
+    def append(
+        self,
+        text: str,
+        *,
+        key: str | None = None,
+        kind: str = "document",
+        source: str | None = None,
+        parents: Iterable[Segment | str] = (),
+        pinned: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        on_conflict: str = "keep",
+        overflow: str = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Segment:
+        """Prefill `text` at the end of the context, as data in the open user turn.
+
+        No separator is added. `kind="assistant"` closes the user turn, puts the text in a turn of the assistant's and
+        opens the next user turn.
+
+        Args:
+            key: logical name, to find and replace it by.
+            kind: document, tool_call, tool_result, user or assistant. Nothing appended can land in the system turn.
+            source: where it came from.
+            parents: segments this one was derived from.
+            pinned: never evict it.
+            metadata: JSON-compatible pairs.
+            on_conflict: what to do when `key` is live already: "keep" both, with a `KeyConflictWarning` and an event, or
+                "replace" the old version (retracted exactly, in the same step).
+            overflow: when the text does not fit: "error", or "truncate" its end (`segment.truncated` says how much).
+            progress: called with `ProgressEvent`s.
+
+        Raises:
+            ContextOverflow: the text exceeds what is left of the model's context length.
+            InvalidInput, MemoryBusy, Cancelled, OutOfMemory: nothing was changed.
+        """
+        check_choice("kind", kind, [k for k in KINDS if k not in ("system", "frame", "restore")])
+        check_choice("on_conflict", on_conflict, ("keep", "replace"))
+        check_choice("overflow", overflow, ("error", "truncate"))
+        check_label("key", key)
+        check_label("source", source)
+        plain = plain_metadata(metadata)
+        ids = self._codec.encode(text)
+        with self._working():
+            state = self._state
+            fields = {
+                "key": key,
+                "source": source,
+                "parents": tuple(known(state.ledger, parent).id for parent in listed(parents)),
+                "pinned": bool(pinned),
+                "metadata": plain,
+            }
+            rivals = state.ledger.select(state.ledger.content(), key=key, state="live") if key is not None else ()
+            if rivals and on_conflict == "replace":
+                edit = self._edit(state, rivals)
+                method = choose(edit)[0]
+                state = method.apply(edit)
+            opening = self._dialogue.opened(state.ledger)
+            segment = span(self._new_id(), kind, ids, text=text, **fields)
+            spans = (*opening, *self._dialogue.placed(segment))
+            if overflow == "truncate" and (excess := self._excess(state, spans)) > 0:
+                kept, kept_ids = self._codec.longest_prefix(text, ids, max(0, len(ids) - excess))
+                cut = len(ids) - len(kept_ids)
+                segment = span(segment.id, kind, kept_ids, text=kept, truncated=cut, **fields)
+                spans = (*opening, *self._dialogue.placed(segment))
+            self._check_room(state, spans)
+            self._add(state, spans, progress)
+            if rivals and on_conflict == "replace":
+                self._log(
+                    "retract", rivals, method=method.name, guarantee="exact", reason="replaced by a newer version"
+                )
+            self._log("append", (segment,), tokens_computed=sum(new.n_tokens for new in spans))
+            if rivals and on_conflict == "keep":
+                self._log("conflict", (*rivals, segment))
+                warnings.warn(
+                    f"key {key!r} now has {len(rivals) + 1} live segments; pass on_conflict='replace' to keep the newest.",
+                    KeyConflictWarning,
+                    stacklevel=2,
+                )
+            return self._state.ledger.by_id[segment.id]
+
+    # ------------------------------------------------------------------ asking
+
+    def ask(
+        self,
+        question: str,
+        *,
+        prefix: str = "",
+        keep: bool = False,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] | None = None,
+        progress: ProgressCallback | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Answer `question` from the context.
+
+        Args:
+            question: put after the context, in the open user turn; the assistant's turn is opened after it.
+            prefix: the answer's given beginning.
+            keep: whether question and answer become segments; otherwise the memory stays bit for bit as it was.
+            max_new_tokens: most tokens generated.
+            stop: string or strings that end the answer and are left out of it.
+            sampling: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`, `repetition_penalty`,
+                `no_repeat_ngram_size`, `seed`, `logits_processor`, `stopping_criteria`, as in transformers. Greedy by
+                default.
+
+        Raises:
+            ContextOverflow: the question exceeds what is left of the context length.
+            InvalidInput, MemoryBusy, Cancelled, OutOfMemory: nothing was changed.
+        """
+        stream = self.stream(
+            question,
+            prefix=prefix,
+            keep=keep,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            progress=progress,
+            **sampling,
+        )
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(
+        self,
+        question: str,
+        *,
+        prefix: str = "",
+        keep: bool = False,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] | None = None,
+        progress: ProgressCallback | None = None,
+        **sampling: Any,
+    ) -> AnswerStream:
+        """As `ask`, piece by piece. Joined, the pieces are `stream.answer.text`; none splits a character.
+
+        The memory is busy until the stream ends; one that is abandoned or closed leaves the memory as it was.
+        """
+        decoding = Decoding.of(max_new_tokens, stop, **sampling)
+        asked, begun = (question, self._codec.encode(question)), (prefix, self._codec.encode(prefix))
+        return AnswerStream(self._answering(asked, begun, keep, decoding, progress))
+
+    def _answering(
+        self,
+        question: tuple[str, tuple[int, ...]],
+        prefix: tuple[str, tuple[int, ...]],
+        keep: bool,
+        decoding: Decoding,
+        progress: ProgressCallback | None,
+    ) -> Generator[str, None, Answer]:
+        with self._working():
+            base = self._state
+            before = [*self._dialogue.opened(base.ledger)]
+            if question[1]:
+                before.append(span(self._new_id(), "user", question[1], text=question[0]))
+            prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
+            self._check_room(base, before, len(self._framing.answer_open) + len(prefix[1]) + 1)
+            with self._transient(base, prompt) as (cache, feed):
+                reused = cache.n_slots
+                with Progress("prefill", len(feed), reused, progress) as report:
+                    logits = self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(report))
+                result = Generation()
+                for piece, result in decode(  # noqa: B007  (the last one is the answer)
+                    self.backbone,
+                    self._codec,
+                    cache,
+                    logits,
+                    decoding,
+                    history=(*base.ledger.token_ids, *prompt),
+                    end_ids=self._end_ids,
+                    check=self._check_cancelled,
+                ):
+                    if piece:
+                        yield piece
+                segment = self._keep(base, before, prefix[1], result, cache) if keep else None
+            return Answer(
+                text=result.text,
+                token_ids=tuple(result.token_ids),
+                finish_reason=result.finish_reason,
+                segment=segment,
+                prefix=prefix[0],
+                tokens_reused=reused,
+                tokens_prefilled=len(feed),
+            )
+
+    def _keep(
+        self, base: State, before: Sequence[Segment], begun: tuple[int, ...], result: Generation, cache: SpanCache
+    ) -> Segment:
+        """Make segments of a turn; what the cache lacks of it is prefilled together with the closing frame."""
+        ids = (*begun, *result.token_ids)
+        answer = span(
+            self._new_id(),
+            "assistant",
+            ids,
+            text=self._codec.decode(ids, skip_special_tokens=True),
+            parents=tuple(s.id for s in (*base.ledger.content(), *before) if s.kind != "frame" and s.state == "live"),
+        )
+        spans = (*before, *self._dialogue.answered(answer))
+        self._check_room(base, spans)
+        ledger = base.ledger.added(spans)
+        n_cached = ledger.n_slots - len(self._framing.answer_close) - len(result.token_ids) + result.n_cached
+        kept = cache.view(n_cached)
+        cache.release()
+        if rest := ledger.token_ids[len(ledger.token_ids) - (ledger.n_slots - n_cached) :]:
+            self.backbone.prefill(rest, kept, chunk=self.chunk_size, step=self._step(None))
+        self._commit(State(ledger, kept, ledger.n_slots if base.is_exact else base.exact_slots))
+        self._log("ask", spans, tokens_computed=ledger.n_slots - base.n_slots)
+        return self._state.ledger.by_id[answer.id]
+
+    def logits(self, text: str = "") -> Tensor:
+        """Next-token logits, (vocab,) float32, after a transient continuation with `text`, put as `append` would put it."""
+        ids = self._codec.encode(text)
+        with self._working():
+            base = self._state
+            ids = (*ids_of(self._dialogue.opened(base.ledger)), *ids)
+            self._check_room(base, (), len(ids))
+            with self._transient(base, ids) as (cache, feed):
+                return self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
+
+    def score(self, text: str, *, question: str | None = None, prefix: str = "") -> float:
+        """Log-probability of `text`, in nats, summed over its tokens.
+
+        Args:
+            text: the continuation of the context; with `question`, of the answer to it.
+            question: asked as by `ask`, transiently.
+            prefix: the answer's given beginning.
+        """
+        ids = self._codec.encode(text)
+        if not ids:
+            return 0.0
+        asked = self._codec.encode(question) if question is not None else ()
+        begun = self._codec.encode(prefix)
+        with self._working():
+            base = self._state
+            turn = self._framing.answer_open if question is not None else ()
+            before = (*ids_of(self._dialogue.opened(base.ledger)), *asked, *turn, *begun)
+            self._check_room(base, (), len(before) + len(ids))
+            with self._transient(base, before) as (cache, feed):
+                first = self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
+                total = float(first.double().log_softmax(-1)[ids[0]])
+                for start in range(0, len(ids) - 1, self.chunk_size):
+                    part = ids[start : min(start + self.chunk_size, len(ids) - 1)]
+                    scores = self.backbone.forward(part, cache, all_logits=True).double().log_softmax(-1)
+                    total += sum(float(scores[i, ids[start + i + 1]]) for i in range(len(part)))
+                return total
+
+    # ------------------------------------------------------------------ editing
+
+    def retract(
+        self,
+        target: Target | None = None,
+        *,
+        method: str | Method = "auto",
+        cascade: bool = False,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: ProgressCallback | None = None,
+        key: str | None = None,
+        source: str | None = None,
+        kind: str | None = None,
+        state: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Report:
+        """Take segments out of the context.
+
+        Args:
+            target: a segment, an id, a key, or a list of them; or None and at least one filter.
+            method: "auto", a name in the registry, or a method object such as `SuffixRepair(share=0.3)`.
+            cascade: also take what was derived from them; otherwise a `DependentsWarning` names what stays.
+            reason: kept in the event log.
+            dry_run: only plan: method, guarantee, tokens to recompute and an estimate of the time.
+            key, source, kind, state, metadata: filters, all of which must match.
+
+        Returns:
+            The report. Retracting what is gone already changes nothing, and the report says so (method "none").
+
+        Raises:
+            SegmentNotFound: nothing answers to the target.
+            UnsupportedEdit: the method cannot run on this model or these segments.
+            InvalidInput: neither a target nor a filter was given (never read as "everything").
+        """
+        filters = {"key": key, "source": source, "kind": kind, "state": state, "metadata": metadata}
+        requested = method if isinstance(method, str) else method.name
+        if requested != "auto":
+            method_named(method)
+        with self._working():
+            base = self._state
+            found = resolved(base.ledger, target, filters)
+            targets = tuple(segment for segment in found if segment.state in ("live", "evicted"))
+            if not targets:
+                why = f"already {found[0].state}: {', '.join(segment.id for segment in found)}"
+                return Report("none", requested, why, "none", tokens_reused=base.n_slots, dry_run=dry_run)
+            derived = provenance.dependents(base.ledger, [segment.id for segment in targets])
+            if cascade and derived:
+                ids = {segment.id for segment in targets} | set(derived)
+                targets = tuple(segment for segment in base.ledger.content() if segment.id in ids)
+                derived = ()
+            edit = self._edit(base, targets)
+            chosen, why = choose(edit) if method == "auto" else (method_named(method), "as requested")
+            plan = chosen.plan(edit)
+            removes = plan.guarantee != "none"
+            report = Report(
+                method=plan.method,
+                requested=requested,
+                why=plan.why or why,
+                guarantee=plan.guarantee,
+                segments=tuple(segment.id for segment in targets) if removes else (),
+                tokens_removed=edit.n_removed if removes else 0,
+                tokens_recomputed=plan.tokens,
+                tokens_reused=base.n_slots - plan.tokens - (edit.n_removed if removes else 0),
+                seconds=self._estimate(plan.tokens),
+                dependents=derived,
+                forced_by=targets[0].id if plan.tokens else None,
+                dry_run=dry_run,
+            )
+            if dry_run:
+                return report
+            started = time.perf_counter()
+            with Progress("recompute", plan.tokens, report.tokens_reused, progress) as bar:
+                next_state = chosen.apply(self._edit(base, targets, step=self._step(bar)))
+            report = replace(report, seconds=time.perf_counter() - started)
+            self._note_speed(plan.tokens, report.seconds)
+            self._commit(next_state)
+            self._log(
+                "retract" if removes else "instruct",
+                targets,
+                method=report.method,
+                guarantee=report.guarantee,
+                reason=reason,
+                tokens_computed=plan.tokens,
+            )
+            if derived and removes:
+                warnings.warn(
+                    f"{len(derived)} live segments were derived from what was retracted and stay: {', '.join(derived)}. "
+                    f"Pass cascade=True to take them too.",
+                    DependentsWarning,
+                    stacklevel=2,
+                )
+            return report
+
+    def replace(self, target: Target, text: str, *, progress: ProgressCallback | None = None) -> Report:
+        """Put `text` in the place of one live segment, which keeps its key, kind and source; what follows is recomputed.
+
+        Raises:
+            InvalidInput: the target is not exactly one live segment.
+            ContextOverflow: the new text exceeds what is left of the context length.
+        """
+        ids = self._codec.encode(text)
+        with self._working():
+            base = self._state
+            found = resolved(base.ledger, target, {})
+            if len(found) != 1 or found[0].state != "live":
+                raise InvalidInput(
+                    f"replace takes exactly one live segment, this target names {len(found)}. Nothing was changed."
+                )
+            (old,) = found
+            self._check_room(base, (), len(ids) - old.n_tokens)
+            new = span(
+                self._new_id(),
+                old.kind,
+                ids,
+                text=text,
+                key=old.key,
+                source=old.source,
+                pinned=old.pinned,
+                metadata=old.metadata,
+                parents=old.parents,
+            )
+            start = min(old.start, base.exact_slots)
+            erased = [span.id for span in base.ledger.spans if span.state == "erased"]
+            ledger = base.ledger.swapped(old.id, new).removed(erased)
+            started = time.perf_counter()
+            n_recomputed = ledger.n_slots - start - len(ids)
+            with Progress("recompute", ledger.n_slots - start, start, progress) as bar:
+                step = self._step(bar)
+                next_state = rebuilt(self.backbone, base, ledger, start, chunk=self.chunk_size, step=step)
+            self._commit(next_state)
+            self._log(
+                "replace", (old, new), method="recompute", guarantee="exact", tokens_computed=ledger.n_slots - start
+            )
+            return Report(
+                method="recompute",
+                requested="replace",
+                why=f"{n_recomputed:,} tokens after the new text have seen the old one",
+                guarantee="exact",
+                segments=(old.id,),
+                tokens_removed=old.n_tokens,
+                tokens_recomputed=n_recomputed,
+                tokens_reused=start,
+                seconds=time.perf_counter() - started,
+                dependents=provenance.dependents(base.ledger, [old.id]),
+                forced_by=old.id if n_recomputed else None,
+                segment=self._state.ledger.by_id[new.id],
+            )
+
+    def settle(self, *, progress: ProgressCallback | None = None) -> Report:
+        """Replace every approximate edit by the exact state: recompute from the first one on. Closes position gaps."""
+        with self._working():
+            base = self._state
+            if base.is_exact and base.cache.next_position == base.n_slots:
+                return Report("none", "settle", "the memory is exact already", "exact", tokens_reused=base.n_slots)
+            edit = self._edit(base, ())
+            recompute = method_named("recompute")
+            plan = recompute.plan(edit)
+            started = time.perf_counter()
+            with Progress("recompute", plan.tokens, base.exact_slots, progress) as bar:
+                next_state = recompute.apply(self._edit(base, (), step=self._step(bar)))
+            self._commit(next_state)
+            self._log("settle", (), method="recompute", guarantee="exact", tokens_computed=plan.tokens)
+            return Report(
+                method="recompute",
+                requested="settle",
+                why=f"{plan.tokens:,} tokens stood after the first approximate edit",
+                guarantee="exact",
+                tokens_recomputed=plan.tokens,
+                tokens_reused=base.exact_slots,
+                seconds=time.perf_counter() - started,
+            )
+
+    def verify(self, *, progress: ProgressCallback | None = None) -> numerics.Verification:
+        """Measure the memory against a context rebuilt from its token log, with the numeric noise floor beside it.
+
+        Costs a prefill of the whole context, and of its last 64 tokens in chunks of 1, 16 and 64.
+        """
+        with self._working():
+            state = self._state
+            probe = self._framing.answer_open or state.ledger.token_ids[-1:]
+            if not probe:
+                raise InvalidInput("the memory is empty: there is nothing to verify.")
+            n_tokens = len(state.ledger.token_ids)
+            with Progress("verify", n_tokens, 0, progress) as bar:
+                return numerics.verified(self.backbone, state, probe, step=self._step(bar))
+
+    # ------------------------------------------------------------------ going back, forking
+
+    def fork(self) -> Self:
+        """An independent memory with the same content. Copies nothing; whichever writes first past the other copies."""
+        with self._working():
+            other = object.__new__(type(self))
+            other.__dict__.update(self.__dict__)
+            other._begin(self._state.view(), lineage=self._lineage, events=self._events)
+            return other
+
+    def checkpoint(self) -> Checkpoint:
+        """The present state, to `restore`. Copies nothing."""
+        with self._working():
+            return Checkpoint(self._state.view(), self._lineage)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back: the checkpoint replaces everything, and what came after it is not reachable any more.
+
+        Raises:
+            InvalidInput: the checkpoint belongs to another memory.
+        """
+        if not isinstance(checkpoint, Checkpoint) or checkpoint.lineage != self._lineage:
+            raise InvalidInput("this checkpoint belongs to another memory. Nothing was changed.")
+        with self._working():
+            self._commit(checkpoint.state.view())
+            self._log("restore", ())
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the memory to one file (safetensors with a JSON manifest), atomically, readable by its owner only.
+
+        Raises:
+            StorageError: the file cannot be written; one that was there is as it was.
+        """
+        with self._working():
+            name = getattr(self.backbone.core, "name_or_path", None) or None
+            identity = identity_of(self.backbone, self._codec)
+            options = {"chunk_size": self.chunk_size}
+            storage.write(path, storage.Saved(name, identity, options, self._state, self._events))
+            return Path(path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: nn.Module | None = None, tokenizer: Any = None, **options: Any
+    ) -> Self:
+        """A memory from a file that `save` wrote; nothing is encoded again.
+
+        Args:
+            model, tokenizer: what it was made with; without them, they are loaded by the name in the file.
+            options: as for `from_pretrained`, when the model is loaded here.
+
+        Raises:
+            StorageError: the file is missing, cut off, altered, or of another format version.
+            IdentityMismatch: it was made with another model, tokenizer, template, dtype or RoPE.
+        """
+        manifest = storage.read_manifest(path)
+        if model is None or tokenizer is None:
+            options.setdefault("dtype", manifest["identity"]["dtype"])
+            memory = cls.from_pretrained(manifest["model"] or "", **options)
+        else:
+            memory = cls(model, tokenizer, **options)
+        check_identity(manifest["identity"], identity_of(memory.backbone, memory._codec), f"the file {os.fspath(path)}")
+        saved = storage.read(path, memory.backbone.n_layers, memory.backbone.device)
+        memory.chunk_size = options.get("chunk_size", saved.options["chunk_size"])
+        memory._begin(saved.state, lineage=secrets.token_hex(4), events=saved.events)
+        memory._log("load", ())
+        return memory
+
+    # ------------------------------------------------------------------ control
+
+    def cancel(self) -> None:
+        """Make the call that is working on this memory, in another thread, raise `Cancelled` at its next step."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """Release every tensor. Any later call raises `MemoryClosed`; closing twice does nothing."""
+        if self._closed:
+            return
+        with self._working():
+            self._closed = True
+            self._state.cache.release()
+            self._state = State(Ledger(), self.backbone.new_cache(), 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({type(self.backbone.core).__name__}, {len(self.segments())} segments, "
+            f"{self.seq_length:,} of {self.context_length:,} tokens)"
+        )
+
+    # ------------------------------------------------------------------ the rooms, called in order
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise MemoryBusy("another call is working on this memory. Nothing was changed.")
+        try:
+            if self._closed:
+                raise MemoryClosed("this memory was closed.")
+            self._cancel.clear()
+            yield
+        finally:
+            self._busy.release()
+
+    def _commit(self, state: State) -> None:
+        state.check()
+        self._state = state
+
+    def _log(self, operation: str, segments: Iterable[Segment], **details: Any) -> None:
+        records = tuple(record_of(s) for s in segments if s.kind != "frame")
+        event = Event(len(self._events) + 1, operation, records, **details)
+        self._events = (*self._events, event)
+        logger.info("%s %s %s", operation, ", ".join(record.id for record in records), event.method or "")
+
+    def _step(self, report: Progress | None) -> Any:
+        def step(done: int) -> None:
+            self._check_cancelled()
+            if report is not None:
+                report(done)
+
+        return step
+
+    def _check_cancelled(self) -> None:
+        if self._cancel.is_set():
+            raise Cancelled("the call was cancelled. Nothing was changed.")
+
+    def _new_id(self) -> str:
+        return f"{self._tag}-{next(self._numbers)}"
+
+    def _edit(self, state: State, targets: tuple[Segment, ...], step: Any = None) -> Edit:
+        owners: list[str | None] = [segment.id for segment in targets]
+        if targets and len(targets) == len(state.ledger.content()):
+            owners.append(None)  # nothing is left: the frames that opened the dialogue go too
+        return Edit(
+            state=state,
+            targets=targets,
+            frames=state.ledger.frames_of(owners),
+            backbone=self.backbone,
+            codec=self._codec,
+            new_id=self._new_id,
+            chunk=self.chunk_size,
+            step=step,
+        )
+
+    def _add(self, state: State, spans: Sequence[Segment], progress: ProgressCallback | None) -> None:
+        n_new = sum(new.n_tokens for new in spans)
+        with Progress("prefill", n_new, state.n_slots, progress) as report:
+            step = self._step(report)
+            self._commit(extended(self.backbone, state, spans, chunk=self.chunk_size, step=step))
+
+    @contextlib.contextmanager
+    def _transient(self, base: State, ids: Sequence[int]) -> Iterator[tuple[SpanCache, Sequence[int]]]:
+        """A cache to continue in without touching `base`, and what to feed: the last token again if nothing is new."""
+        if ids:
+            cache, feed = base.cache.view(), ids
+        elif base.n_slots and base.ledger.spans[-1].state == "live":
+            cache, feed = base.cache.view(base.n_slots - 1), base.ledger.token_ids[-1:]
+        else:
+            raise InvalidInput("there is no live text to continue from: append or ask something. Nothing was changed.")
+        try:
+            yield cache, feed
+        finally:
+            if ids and self._state is base:
+                base.cache.adopt(cache)  # what the answer had to grow is there for the next one
+            cache.release()
+
+    def _excess(self, state: State, spans: Sequence[Segment]) -> int:
+        return sum(new.n_tokens for new in spans) - (self.context_length - state.cache.next_position)
+
+    def _check_room(self, state: State, spans: Sequence[Segment], n_more: int = 0) -> None:
+        needed = sum(new.n_tokens for new in spans) + n_more
+        available = self.context_length - state.cache.next_position
+        if needed > available:
+            names = ", ".join(repr(new.id) for new in spans if new.kind != "frame")
+            rope = sorted(self.backbone.rope_types - {"default"})
+            raise ContextOverflow(
+                f"{f'segment {names}' if names else 'the text'} needs {needed:,} tokens, which exceeds the {available:,} "
+                f"left of the context length {self.context_length:,}{f' (RoPE type {rope[0]})' if rope else ''}. Retract "
+                f"something, settle() position gaps, or append with overflow='truncate'. Nothing was changed.",
+                needed=needed,
+                available=available,
+                limit=self.context_length,
+            )
+
+    def _estimate(self, n_tokens: int) -> float | None:
+        rate = self.backbone.tokens_per_second
+        return n_tokens / rate if rate else None if n_tokens else 0.0
+
+    def _note_speed(self, n_tokens: int, seconds: float | None) -> None:
+        if n_tokens >= 32 and seconds:
+            self.backbone.tokens_per_second = n_tokens / seconds

@@ -1,0 +1,30 @@
+"""Who was derived from whom. The graph is read off the segments' `parents`, so it is never out of step with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx as nx
+
+from contextmem.ledger import Ledger
+
+__all__ = ["dependents", "graph"]
+
+
+def graph(ledger: Ledger) -> nx.DiGraph:
+    """Edges source -> derived over every segment ever seen, with `kind`, `state` and `key` on the nodes."""
+    digraph = nx.DiGraph()
+    for segment in ledger.by_id.values():
+        if segment.kind == "frame":
+            continue
+        digraph.add_node(segment.id, kind=segment.kind, state=segment.state, key=segment.key)
+        digraph.add_edges_from((parent, segment.id) for parent in segment.parents)
+    return digraph
+
+
+def dependents(ledger: Ledger, ids: Iterable[str]) -> tuple[str, ...]:
+    """Ids of resident segments derived, directly or not, from `ids`; in slot order, without `ids` themselves."""
+    digraph = graph(ledger)
+    sources = set(ids)
+    derived = set().union(*(nx.descendants(digraph, i) for i in sources if i in digraph)) - sources
+    return tuple(segment.id for segment in ledger.content() if segment.id in derived)

@@ -1,0 +1,23 @@
+"""Retraction: one file a method, one protocol, one registry."""
+
+from contextmem.retraction import crop, delete_and_shift, instruct, mask, recompute, suffix_repair
+from contextmem.retraction.auto import choose
+from contextmem.retraction.base import METHODS, Edit, Method, Plan, method_named, register
+from contextmem.retraction.suffix_repair import SuffixRepair
+
+__all__ = [
+    "METHODS",
+    "Edit",
+    "Method",
+    "Plan",
+    "SuffixRepair",
+    "choose",
+    "crop",
+    "delete_and_shift",
+    "instruct",
+    "mask",
+    "method_named",
+    "recompute",
+    "register",
+    "suffix_repair",
+]

@@ -1,0 +1,132 @@
+"""What a retraction method is, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from contextmem.backbone import Backbone
+from contextmem.codec import Codec
+from contextmem.ledger import Segment, complement, slot_ranges
+from contextmem.state import State
+
+__all__ = ["METHODS", "Edit", "Method", "Plan", "method_named", "register"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A retraction to be done: the state before it and what shall go.
+
+    Attributes:
+        state: the state before; methods never change it.
+        targets: live content segments to retract, in slot order.
+        frames: template frames that go with them.
+        backbone, codec: the model and its tokenizer.
+        new_id: makes ids for segments that a method adds.
+        chunk: tokens a forward when something is prefilled again.
+        step: progress, called with tokens done; may raise to cancel.
+    """
+
+    state: State
+    targets: tuple[Segment, ...]
+    frames: tuple[Segment, ...]
+    backbone: Backbone
+    codec: Codec
+    new_id: Callable[[], str]
+    chunk: int
+    step: Callable[[int], None] | None = None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of everything that goes, frames included."""
+        return tuple(segment.id for segment in (*self.targets, *self.frames))
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Slots that go, sorted and merged."""
+        return slot_ranges((*self.targets, *self.frames))
+
+    @cached_property
+    def kept(self) -> tuple[tuple[int, int], ...]:
+        """Slots that stay."""
+        return complement(self.ranges, self.state.n_slots)
+
+    @property
+    def start(self) -> int:
+        """First slot that goes; the number of slots if none does."""
+        return self.ranges[0][0] if self.ranges else self.state.n_slots
+
+    @property
+    def n_removed(self) -> int:
+        """Number of slots that go."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def n_suffix(self) -> int:
+        """Number of slots that stay after the first one that goes."""
+        return self.state.n_slots - self.start - self.n_removed
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether nothing stays after the first slot that goes."""
+        return self.n_suffix == 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method would do.
+
+    Attributes:
+        method: name of the method that will really run.
+        tokens: tokens to compute again.
+        guarantee: "exact" (as if never seen), "approximate" (later segments keep traces) or "none".
+        why: one line for the report, if there is something to say.
+    """
+
+    method: str
+    tokens: int
+    guarantee: str
+    why: str = ""
+
+
+class Method(Protocol):
+    """One way to retract. Adding one is a file with a frozen dataclass and a `register` line."""
+
+    @property
+    def name(self) -> str:
+        """Name in the registry and in reports."""
+        ...
+
+    def plan(self, edit: Edit) -> Plan:
+        """What would be done; raises `UnsupportedEdit` before anything changes if it cannot be."""
+        ...
+
+    def apply(self, edit: Edit) -> State:
+        """The state after; `edit.state` stays as it was."""
+        ...
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> None:
+    """Make `method` available by its name."""
+    METHODS[method.name] = method
+
+
+def method_named(method: str | Method) -> Method:
+    """The method of that name, or `method` itself if it is one.
+
+    Raises:
+        InvalidInput: no such method.
+    """
+    from contextmem.errors import InvalidInput
+
+    if not isinstance(method, str):
+        return method
+    try:
+        return METHODS[method]
+    except KeyError:
+        raise InvalidInput(f"unknown method {method!r}; there are auto, {', '.join(METHODS)}.") from None

@@ -1,0 +1,1 @@
+"""Evaluations that prove what the library claims, one package each."""
