@@ -14,7 +14,7 @@ from contextmem.state import State
 __all__ = ["DeleteAndShift", "shifted"]
 
 # Chained re-rotations add up: 1e-7 relative each in float32, 2e-3 in bfloat16 (storage alone: 1.7e-3).
-MAX_TURNS_FULL, MAX_TURNS_HALF = 64, 4
+MAX_TURNS_FULL, MAX_TURNS_HALF = 64, 3
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DeleteAndShift:
     """Drop e and rotate the keys of s by -|e| positions. Approximate: s attended to e and keeps its traces.
 
     Keys are rotated in place of being computed, so rounding adds up. A slot is re-rotated at most 64 times in float32 and
-    4 times in half precision; then the whole suffix is recomputed instead, and the report says so.
+    3 times in half precision; then the whole suffix is recomputed instead, and the report says so.
     """
 
     name: str = "delete_and_shift"
