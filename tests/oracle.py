@@ -34,7 +34,9 @@ def plain_cache(model: Any, token_ids: Sequence[int], chunk: int | None = None) 
         for start in range(0, ids.shape[1], chunk or ids.shape[1]):
             stop = min(start + (chunk or ids.shape[1]), ids.shape[1])
             where = torch.arange(start, stop).unsqueeze(0)
-            logits = model(ids[:, start:stop], position_ids=where, use_cache=True, **{cache_argument(model): past}).logits
+            logits = model(
+                ids[:, start:stop], position_ids=where, use_cache=True, **{cache_argument(model): past}
+            ).logits
     return past, logits[0, -1].float()
 
 

@@ -79,7 +79,10 @@ def test_mask_leaves_everything_outside_the_span_bit_identical(memory: ContextMe
     before = layer_tensors(memory)
     start, stop = segments[1].start, segments[1].stop
     memory.retract(segments[1], method="mask")
-    outside = [(torch.cat((k[:, :, :start], k[:, :, stop:]), 2), torch.cat((v[:, :, :start], v[:, :, stop:]), 2)) for k, v in before]
+    outside = [
+        (torch.cat((k[:, :, :start], k[:, :, stop:]), 2), torch.cat((v[:, :, :start], v[:, :, stop:]), 2))
+        for k, v in before
+    ]
     assert same_tensors(layer_tensors(memory), outside)
     assert memory.next_position == memory.seq_length + stop - start
 
@@ -126,9 +129,15 @@ def test_suffix_repair_recomputes_its_share_and_shifts_the_rest(memory: ContextM
     report = memory.retract(segments[1], method=SuffixRepair(where=where, share=0.5))
     suffix = len(TEXTS[2]) + len(TEXTS[3])
     assert report.tokens_recomputed == -(-suffix // 2)
-    untouched = slice(segments[1].start + report.tokens_recomputed, None) if where == "erase" else slice(segments[1].start, memory.seq_length - report.tokens_recomputed)
+    untouched = (
+        slice(segments[1].start + report.tokens_recomputed, None)
+        if where == "erase"
+        else slice(segments[1].start, memory.seq_length - report.tokens_recomputed)
+    )
     for (k, v), (sk, sv) in zip(layer_tensors(memory), layer_tensors(shifted), strict=True):
-        assert torch.equal(k[:, :, untouched], sk[:, :, untouched]) and torch.equal(v[:, :, untouched], sv[:, :, untouched])
+        assert torch.equal(k[:, :, untouched], sk[:, :, untouched]) and torch.equal(
+            v[:, :, untouched], sv[:, :, untouched]
+        )
     past, _ = plain_cache(memory.model, memory.token_ids)
     keys, expected = memory.past_key_values.layers[0].keys, past.layers[0].keys
     assert (keys - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -251,7 +260,9 @@ def test_partial_rotary_is_shifted_right() -> None:
     segments = filled(memory)
     memory.retract(segments[0], method="delete_and_shift")
     past, _ = plain_cache(model, memory.token_ids)
-    assert (memory.past_key_values.layers[0].keys - past.layers[0].keys).abs().max() <= 1e-5 * past.layers[0].keys.abs().max()
+    assert (memory.past_key_values.layers[0].keys - past.layers[0].keys).abs().max() <= 1e-5 * past.layers[
+        0
+    ].keys.abs().max()
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "cohere"])
@@ -344,7 +355,9 @@ class TestTargets:
         with pytest.raises(SegmentNotFound):
             memory.append("x", parents=[foreign])
 
-    def test_no_target_and_empty_filters_never_mean_everything(self, llama_memory: Callable[..., ContextMemory]) -> None:
+    def test_no_target_and_empty_filters_never_mean_everything(
+        self, llama_memory: Callable[..., ContextMemory]
+    ) -> None:
         memory = llama_memory()
         memory.append("text")
         for empty in ({}, {"source": None}, {"metadata": {}}):
