@@ -43,6 +43,7 @@ class Codec:
         self._lock = threading.Lock()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         template = template_text(tokenizer)
+        self._has_unknown = tokenizer.unk_token_id is not None
         self._data = _data_backend(backend, template) if isinstance(backend, Tokenizer) else None
         self.control_ids = frozenset(tokenizer.all_special_ids) | {
             index for index, token in tokenizer.added_tokens_decoder.items() if _is_control(token, template)
@@ -116,7 +117,7 @@ class Codec:
 
     def _loses(self, text: str, ids: Sequence[int]) -> bool:
         """Whether characters vanished. One with a normalizer, or an unknown-token, alters text by its own rules."""
-        if self._data is None or self._data.normalizer is not None or self.tokenizer.unk_token_id is not None:
+        if self._data is None or self._data.normalizer is not None or self._has_unknown:
             return False
         decoded = self.decode(ids)
         return decoded != text and len(decoded) < len(text.lstrip())

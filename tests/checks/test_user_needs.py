@@ -415,7 +415,8 @@ def test_u19_a_saved_memory_comes_back_in_a_new_process(tmp_path: Path) -> None:
         loaded = list(fed)
         logits = memory.logits("x"); answer = memory.ask("?", max_new_tokens=3)
         torch.save(logits, sys.argv[2])
-        print(json.dumps([loaded, list(memory.token_ids), [s.id for s in memory.segments()], answer.tokens_reused, answer.text]))
+        names = [s.id for s in memory.segments()]
+        print(json.dumps([loaded, list(memory.token_ids), names, answer.tokens_reused, answer.text]))
     """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "m.ctx"), str(tmp_path / "logits.pt")],
@@ -502,10 +503,12 @@ def test_u20_loading_never_runs_code(tmp_path: Path) -> None:
         with pytest.raises(StorageError):
             ContextMemory.load(tmp_path / name, tiny_model("llama"), tiny_tokenizer())
     assert not canary.exists()
-    os.umask(old := os.umask(0))
-    saved(tmp_path / "m.ctx")
+    old = os.umask(0)
+    try:
+        saved(tmp_path / "m.ctx")
+    finally:
+        os.umask(old)
     assert stat.S_IMODE((tmp_path / "m.ctx").stat().st_mode) == 0o600
-    assert os.umask(old) == old
     header = (tmp_path / "m.ctx").read_bytes()
     assert json.loads(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]["manifest"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.ctx", "bad2.ctx", "m.ctx"]

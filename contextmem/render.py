@@ -1,0 +1,140 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from contextmem.demo import Demonstration
+from contextmem.ledger import Segment
+from contextmem.reports import Report, Stats
+
+__all__ = ["report_line", "segments_table", "show_demo", "show_saved", "stats_table"]
+
+_EXCERPT = 58
+
+
+def segments_table(segments: Iterable[Segment], title: str, marked: str | None = None) -> Table:
+    """Segments by number, with the beginning of their text; `marked` is shown in red."""
+    table = _table(title, ">#", "id", "kind", "key", "source", "state", ">tokens", "text")
+    for number, segment in enumerate(segments, 1):
+        table.add_row(
+            str(number),
+            segment.id,
+            segment.kind,
+            segment.key or "",
+            segment.source or "",
+            segment.state,
+            f"{segment.n_tokens:,}",
+            escape(_excerpt(segment.text)),
+            style="red" if segment.id == marked else None,
+        )
+    return table
+
+
+def show_demo(result: Demonstration, console: Console) -> None:
+    """The story of the demo: segments, wrong answer, methods, right answer."""
+    console.print(segments_table(_around(result, result.segments_before), "Before", result.false_id))
+    console.print(f"{result.n_tokens:,} tokens in the context, read in {result.prefill_seconds:.1f} s\n")
+    console.print(f"[bold]Question[/bold]  {result.question}   (true: {result.expected})")
+    console.print(f"[bold]Before[/bold]    [red]{escape(result.before)}[/red]\n")
+    table = _table(
+        "The passage retracted by each method, on a fork",
+        "method",
+        "answer",
+        "",
+        "guarantee",
+        ">recomputed",
+        ">seconds",
+    )
+    for name, one in result.methods.items():
+        table.add_row(
+            name,
+            escape(_excerpt(one.answer)),
+            "[green]right[/green]" if one.is_right else "[red]wrong[/red]",
+            one.guarantee,
+            f"{one.tokens_recomputed:,}",
+            f"{one.seconds:.3f}",
+        )
+    table.add_section()
+    table.add_row(
+        "whole context again", "", "", "exact", f"{result.n_tokens:,}", f"{result.rebuild_seconds:.3f}", style="dim"
+    )
+    console.print(table)
+    console.print()
+    console.print(segments_table(_around(result, result.segments_after), "After"))
+    console.print(f"[bold]Retracted[/bold] {report_line(result.report)}")
+    console.print(f"[bold]After[/bold]     [green]{escape(result.after)}[/green]")
+
+
+def show_saved(manifest: dict[str, Any], console: Console) -> None:
+    """What a saved memory's manifest says."""
+    console.print(f"[bold]model[/bold] {manifest['model']}   [bold]format[/bold] {manifest['version']}")
+    for name, value in manifest["identity"].items():
+        console.print(f"  {name}: {value}", highlight=False)
+    table = _table("Segments", ">#", "id", "kind", "key", "source", "state", ">tokens", "created", "text")
+    content = [span for span in manifest["spans"] if span["kind"] != "frame"]
+    for number, span in enumerate((*content, *manifest["gone"]), 1):
+        table.add_row(
+            str(number),
+            span["id"],
+            span["kind"],
+            span["key"] or "",
+            span["source"] or "",
+            span["state"],
+            f"{span['stop'] - span['start']:,}",
+            span["created_at"][:19],
+            escape(_excerpt(span["text"])),
+        )
+    console.print(table)
+    slots = manifest["spans"][-1]["stop"] if manifest["spans"] else 0
+    console.print(
+        f"{slots:,} tokens resident, frames included; {manifest['exact_slots']:,} of them exact; "
+        f"{len(manifest['events'])} events"
+    )
+
+
+def stats_table(stats: Stats) -> Table:
+    """Share of every span in the cache."""
+    table = _table("Context", "id", "kind", "state", ">tokens", ">KiB")
+    for row in stats.segments:
+        table.add_row(row.id, row.kind, row.state, f"{row.n_tokens:,}", f"{row.nbytes / 1024:,.0f}")
+    table.add_section()
+    table.add_row("in use", "", "", f"{stats.n_tokens:,}", f"{stats.nbytes_used / 1024:,.0f}")
+    table.add_row("capacity", "", "", "", f"{stats.nbytes_held / 1024:,.0f}")
+    table.add_row("context length", "", "", f"{stats.context_length:,}", "")
+    return table
+
+
+def report_line(report: Report) -> str:
+    """One line about an edit."""
+    seconds = f" in {report.seconds:.2f} s" if report.seconds is not None else ""
+    return (
+        f"by {report.method} ({report.guarantee}): {report.tokens_removed:,} tokens removed, "
+        f"{report.tokens_recomputed:,} recomputed, {report.tokens_reused:,} reused{seconds}; {report.why}"
+    )
+
+
+def _around(result: Demonstration, segments: list[Segment]) -> list[Segment]:
+    """The segments worth showing: the two that contradict each other, and their neighbours."""
+    keyed = [i for i, segment in enumerate(segments) if segment.key]
+    near = {j for i in keyed for j in (i - 1, i, i + 1)}
+    return [segment for i, segment in enumerate(segments) if i in near]
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns whose name begins with '>' hold numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        is_number = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def _excerpt(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
