@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,14 +29,37 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Storage:
-    """Key and value buffers, one pair a layer, (1, heads, capacity, head_dim) each, allocated when first written."""
+    """Key and value buffers, one pair a layer, (1, heads, capacity, head_dim) each, allocated when first written.
+
+    Leases are known weakly: one that went out of scope counts no more. A plain list of references, because a `WeakSet`
+    may change size under an iteration when another thread drops a state.
+    """
 
     def __init__(self, n_layers: int, capacity: int) -> None:
         self.keys: list[Tensor | None] = [None] * n_layers
         self.values: list[Tensor | None] = [None] * n_layers
         self.capacity = capacity
-        self.leases: WeakSet[Lease] = WeakSet()
         self.lock = threading.Lock()
+        self._leases: list[ref[Lease]] = []
+
+    def join(self, lease: Lease) -> None:
+        """Let `lease` read and write here."""
+        with self.lock:
+            self._leases = [known for known in self._leases if known() is not None] + [ref(lease)]
+
+    def leave(self, lease: Lease) -> None:
+        """Forget `lease`."""
+        with self.lock:
+            self._leases = [known for known in self._leases if known() not in (None, lease)]
+
+    def grant(self, lease: Lease, length: int, stop: int) -> bool:
+        """Give `lease` the slots from `length` to `stop`, unless there are none or another lease reaches past `length`."""
+        with self.lock:
+            others = [other for known in self._leases if (other := known()) is not None and other is not lease]
+            if stop > self.capacity or any(other.reach > length for other in others):
+                return False
+            lease.reach = stop
+            return True
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers of one layer, shaped after new `keys` and `values`."""
@@ -72,31 +95,23 @@ class Lease:
     __slots__ = ("__weakref__", "reach", "storage")
 
     def __init__(self, storage: Storage, reach: int) -> None:
-        self.storage = storage
-        self.reach = reach
-        with storage.lock:
-            storage.leases.add(self)
+        self.storage, self.reach = storage, reach
+        storage.join(self)
 
     def claim(self, length: int, stop: int) -> None:
         """Make the slots from `length` to `stop` writable; moves to a storage of its own when others reach further."""
         if stop <= self.reach:
             return
         storage = self.storage
-        with storage.lock:
-            contested = any(other.reach > length for other in storage.leases if other is not self)
-            if not contested and stop <= storage.capacity:
-                self.reach = stop
-                return
-        grown = 2 * storage.capacity if stop > storage.capacity else storage.capacity
-        self.move(storage.copied(((0, length),), max(grown, stop + SPARE)), stop)
+        if not storage.grant(self, length, stop):
+            grown = 2 * storage.capacity if stop > storage.capacity else storage.capacity
+            self.move(storage.copied(((0, length),), max(grown, stop + SPARE)), stop)
 
     def move(self, storage: Storage, reach: int) -> None:
         """Leave the present storage for `storage`."""
-        with self.storage.lock:
-            self.storage.leases.discard(self)
+        self.storage.leave(self)
         self.storage, self.reach = storage, reach
-        with storage.lock:
-            storage.leases.add(self)
+        storage.join(self)
 
 
 class SpanLayer(DynamicLayer):

@@ -48,6 +48,8 @@ from contextmem.targets import Target, known, resolved
 
 __all__ = ["Checkpoint", "ContextMemory"]
 
+_SCORED_AT_ONCE = 64  # rows of logits held at a time; a row is as wide as the vocabulary
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -457,8 +459,8 @@ class ContextMemory:
             with self._transient(base, before) as (cache, feed):
                 first = self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
                 total = float(first.double().log_softmax(-1)[ids[0]])
-                for start in range(0, len(ids) - 1, self.chunk_size):
-                    part = ids[start : min(start + self.chunk_size, len(ids) - 1)]
+                for start in range(0, len(ids) - 1, _SCORED_AT_ONCE):
+                    part = ids[start : min(start + _SCORED_AT_ONCE, len(ids) - 1)]
                     scores = self.backbone.forward(part, cache, all_logits=True).double().log_softmax(-1)
                     total += sum(float(scores[i, ids[start + i + 1]]) for i in range(len(part)))
                 return total

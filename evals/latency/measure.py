@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,28 +32,32 @@ def text_of_length(memory: ContextMemory, n_tokens: int, skip: int = 0) -> str:
 
 
 def measure_prefill(model: Any, tokenizer: Any, sizes: Sequence[int], repeats: int, log: RowLog, say: Say) -> None:
-    """Seconds of `append` and of one bare forward over the same ids."""
+    """Seconds of `append` and of one bare forward over the same ids: into an empty context, and over a cached prefix."""
     for size in sizes:
-        for repeat in range(repeats):
-            sample = f"prefill-{size}-{repeat}"
-            if log.has(sample, "append") and log.has(sample, "bare forward"):
-                continue
-            memory = ContextMemory(model, tokenizer)
-            memory.append("")  # the template's opening frame, outside the timing
-            text = text_of_length(memory, size)
-            ids = torch.tensor([memory._codec.encode(text)])
-
-            def append(memory: ContextMemory = memory, text: str = text) -> None:
-                memory.append(text)
-
-            def bare(ids: torch.Tensor = ids) -> None:
-                with torch.no_grad():
-                    model(ids, **{_cache_argument(model): DynamicCache()}, use_cache=True, logits_to_keep=1)
-
-            order = [("append", append), ("bare forward", bare)]
-            for method, run in order if repeat % 2 else reversed(order):
-                log.add(sample, method, kind="prefill", tokens=size, seconds=_timed(run))
-            say(sample)
+        for n_cached in (0, PREFIX):
+            for repeat in range(-1, repeats):  # the first round warms up
+                sample = f"prefill-{size}-over-{n_cached}-{repeat}"
+                if log.has(sample, "append") and log.has(sample, "bare forward"):
+                    continue
+                memory = ContextMemory(model, tokenizer)
+                if n_cached:
+                    memory.append(text_of_length(memory, n_cached - len(memory._framing.bare_opening)))
+                before = memory.seq_length
+                past = _plain_copy(memory)
+                text = text_of_length(
+                    memory, size - (0 if n_cached else len(memory._framing.bare_opening)), skip=20_000
+                )
+                ids = torch.tensor([[*(() if n_cached else memory._framing.bare_opening), *memory._codec.encode(text)]])
+                order: list[tuple[str, Callable[[], Any]]] = [
+                    ("append", partial(memory.append, text)),
+                    ("bare forward", partial(_forward, model, ids, past)),
+                ]
+                for method, run in order if repeat % 2 else reversed(order):
+                    seconds = _timed(run)
+                    if repeat >= 0 and not log.has(sample, method):
+                        log.add(sample, method, kind=f"prefill over {n_cached}", tokens=size, seconds=seconds)
+                assert memory.seq_length - before == size
+                say(sample)
 
 
 def measure_decode(
@@ -64,7 +69,6 @@ def measure_decode(
             continue
         memory = ContextMemory(model, tokenizer)
         memory.append(text_of_length(memory, size - memory.seq_length))
-        layers = memory.past_key_values.layers
         prompt = [*memory.token_ids, *memory._codec.encode("And?"), *memory._framing.answer_open]
         ids = torch.tensor([prompt])
         memory._end_ids = frozenset()  # both sides generate exactly n_new tokens
@@ -72,9 +76,7 @@ def measure_decode(
             sample = f"decode-{size}-{repeat}"
             clocks = {"ask": _Clock(), "generate": _Clock()}
             memory.ask("And?", max_new_tokens=n_new, logits_processor=[clocks["ask"]])
-            past = DynamicCache()
-            for index, layer in enumerate(layers):
-                past.update(layer.keys.clone(), layer.values.clone(), index)
+            past = _plain_copy(memory)
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -149,6 +151,20 @@ class _Clock(LogitsProcessor):  # type: ignore[misc]
         """Median seconds between two tokens."""
         gaps = sorted(b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False))
         return gaps[len(gaps) // 2]
+
+
+def _plain_copy(memory: ContextMemory) -> DynamicCache:
+    """What the memory holds, as a cache of transformers' own."""
+    past = DynamicCache()
+    for index, layer in enumerate(memory.past_key_values.layers):
+        if layer.is_initialized:
+            past.update(layer.keys.clone(), layer.values.clone(), index)
+    return past
+
+
+def _forward(model: Any, ids: torch.Tensor, past: DynamicCache) -> None:
+    with torch.no_grad():
+        model(ids, **{_cache_argument(model): past}, use_cache=True, logits_to_keep=1)
 
 
 def _cache_argument(model: Any) -> str:

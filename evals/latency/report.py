@@ -9,16 +9,22 @@ from statistics import median
 from typing import Any
 
 from contextmem.evals.environment import environment
-from contextmem.evals.latency.measure import METHODS
+from contextmem.evals.latency.measure import METHODS, PREFIX
 from contextmem.evals.rows import RowLog
 
 __all__ = ["summary", "write_report"]
 
+PAIRS = (  # kind of row, ours, theirs, unit
+    ("prefill over 0", "append", "bare forward", "s"),
+    (f"prefill over {PREFIX}", "append", "bare forward", "s"),
+    ("decode", "ask", "generate", "ms a token"),
+)
+
 
 def summary(log: RowLog) -> dict[str, Any]:
     """Medians and ratios of every measurement, with sample counts."""
-    result: dict[str, Any] = {"prefill": {}, "decode": {}, "retract": {}}
-    for kind, ours, theirs in (("prefill", "append", "bare forward"), ("decode", "ask", "generate")):
+    result: dict[str, Any] = {kind: {} for kind, *_ in PAIRS} | {"retract": {}}
+    for kind, ours, theirs, _ in PAIRS:
         for tokens in _sizes(log, kind):
             mine, other = _seconds(log, kind, ours, tokens), _seconds(log, kind, theirs, tokens)
             ratio = median(other) / median(mine)
@@ -54,10 +60,7 @@ def _table(figures: dict[str, Any], used: dict[str, str], command: str, seed: in
         "| what | tokens | contextmem | transformers | ratio | n |",
         "|---|---|---|---|---|---|",
     ]
-    for kind, ours, theirs, unit in (
-        ("prefill", "append", "bare forward", "s"),
-        ("decode", "ask", "generate", "ms a token"),
-    ):
+    for kind, ours, theirs, unit in PAIRS:
         scale = 1 if unit == "s" else 1000
         for tokens, row in figures[kind].items():
             lines.append(

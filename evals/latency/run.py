@@ -44,4 +44,5 @@ def run(
     measure_decode(model, tokenizer, decode, repeats, n_new, log, note)
     measure_retract(model, tokenizer, suffixes, min(repeats, 3), log, note)
     measure_ask(model, tokenizer, 1024, 50, log, note)
-    return write_report(log, folder, command, seed)
+    table: str = write_report(log, folder, command, seed)
+    return table

