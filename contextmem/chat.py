@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from contextmem.errors import ContextMemoryError, InvalidInput
+from contextmem.errors import ContextMemoryError, DependentsWarning, InvalidInput
 from contextmem.memory import Checkpoint, ContextMemory
 from contextmem.render import report_line, segments_table, stats_table
 
@@ -103,14 +104,17 @@ class Chat:
 
     def segments(self) -> None:
         """/segments"""
-        self.console.print(segments_table(self.memory.segments(), "Context"))
+        self.console.print(segments_table(self.memory.segments(), "Context", self.console.width))
 
     def retract(self, target: str, method: str = "auto") -> None:
         """/retract ID [METHOD]"""
         live = self.memory.segments()
         number = int(target) if target.isdecimal() else 0
         mark = self.memory.checkpoint()
-        report = self.memory.retract(live[number - 1] if 0 < number <= len(live) else target, method=method)
+        chosen = live[number - 1] if 0 < number <= len(live) else target
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DependentsWarning)  # shown below
+            report = self.memory.retract(chosen, method=method)
         self._past.append(mark)
         self.console.print(report_line(report), highlight=False)
         if report.dependents:

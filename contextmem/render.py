@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,25 +13,27 @@ from rich.table import Table
 from contextmem.demo import Demonstration
 from contextmem.ledger import Segment
 from contextmem.reports import Report, Stats
+from contextmem.storage import segment_of
 
 __all__ = ["report_line", "segments_table", "show_demo", "show_saved", "stats_table"]
 
-_EXCERPT = 58
 
+def segments_table(segments: Iterable[Segment], title: str, width: int, marked: str | None = None) -> Table:
+    """Segments by number, with the beginning of their text; `marked` is shown in red.
 
-def segments_table(segments: Iterable[Segment], title: str, marked: str | None = None) -> Table:
-    """Segments by number, with the beginning of their text; `marked` is shown in red."""
-    table = _table(title, ">#", "id", "kind", "key", "source", "state", ">tokens", "text")
+    Args:
+        width: columns of the terminal; what the other columns leave is the text's.
+    """
+    table = _table(title, ">#", "id", "what", "source", ">tokens", "text")
     for number, segment in enumerate(segments, 1):
+        state = "" if segment.state == "live" else segment.state
         table.add_row(
             str(number),
             segment.id,
-            segment.kind,
-            segment.key or "",
-            segment.source or "",
-            segment.state,
+            " ".join(filter(None, (segment.kind, segment.key, state))),
+            _excerpt(segment.source or "", 14),
             f"{segment.n_tokens:,}",
-            escape(_excerpt(segment.text)),
+            escape(_excerpt(segment.text, max(16, width - 68))),
             style="red" if segment.id == marked else None,
         )
     return table
@@ -38,7 +41,9 @@ def segments_table(segments: Iterable[Segment], title: str, marked: str | None =
 
 def show_demo(result: Demonstration, console: Console) -> None:
     """The story of the demo: segments, wrong answer, methods, right answer."""
-    console.print(segments_table(_around(result, result.segments_before), "Before", result.false_id))
+    shown = _around(result.segments_before)
+    title = "Before: the two that contradict each other, and their neighbours"
+    console.print(segments_table(shown, title, console.width, result.false_id))
     console.print(f"{result.n_tokens:,} tokens in the context, read in {result.prefill_seconds:.1f} s\n")
     console.print(f"[bold]Question[/bold]  {result.question}   (true: {result.expected})")
     console.print(f"[bold]Before[/bold]    [red]{escape(result.before)}[/red]\n")
@@ -54,7 +59,7 @@ def show_demo(result: Demonstration, console: Console) -> None:
     for name, one in result.methods.items():
         table.add_row(
             name,
-            escape(_excerpt(one.answer)),
+            escape(_excerpt(one.answer, 44)),
             "[green]right[/green]" if one.is_right else "[red]wrong[/red]",
             one.guarantee,
             f"{one.tokens_recomputed:,}",
@@ -66,7 +71,8 @@ def show_demo(result: Demonstration, console: Console) -> None:
     )
     console.print(table)
     console.print()
-    console.print(segments_table(_around(result, result.segments_after), "After"))
+    left = {segment.id for segment in result.segments_after}
+    console.print(segments_table([segment for segment in shown if segment.id in left], "After", console.width))
     console.print(f"[bold]Retracted[/bold] {report_line(result.report)}")
     console.print(f"[bold]After[/bold]     [green]{escape(result.after)}[/green]")
 
@@ -76,20 +82,9 @@ def show_saved(manifest: dict[str, Any], console: Console) -> None:
     console.print(f"[bold]model[/bold] {manifest['model']}   [bold]format[/bold] {manifest['version']}")
     for name, value in manifest["identity"].items():
         console.print(f"  {name}: {value}", highlight=False)
-    table = _table("Segments", ">#", "id", "kind", "key", "source", "state", ">tokens", "created", "text")
-    content = [span for span in manifest["spans"] if span["kind"] != "frame"]
-    for number, span in enumerate((*content, *manifest["gone"]), 1):
-        table.add_row(
-            str(number),
-            span["id"],
-            span["kind"],
-            span["key"] or "",
-            span["source"] or "",
-            span["state"],
-            f"{span['stop'] - span['start']:,}",
-            span["created_at"][:19],
-            escape(_excerpt(span["text"])),
-        )
+    resident = [segment_of(span) for span in manifest["spans"] if span["kind"] != "frame"]
+    gone = [segment_of(span) for span in manifest["gone"]]
+    table = segments_table((*resident, *gone), "Segments", console.width)
     console.print(table)
     slots = manifest["spans"][-1]["stop"] if manifest["spans"] else 0
     console.print(
@@ -119,8 +114,8 @@ def report_line(report: Report) -> str:
     )
 
 
-def _around(result: Demonstration, segments: list[Segment]) -> list[Segment]:
-    """The segments worth showing: the two that contradict each other, and their neighbours."""
+def _around(segments: list[Segment]) -> list[Segment]:
+    """Segments with a key, and their neighbours."""
     keyed = [i for i, segment in enumerate(segments) if segment.key]
     near = {j for i in keyed for j in (i - 1, i, i + 1)}
     return [segment for i, segment in enumerate(segments) if i in near]
@@ -128,13 +123,13 @@ def _around(result: Demonstration, segments: list[Segment]) -> list[Segment]:
 
 def _table(title: str, *columns: str) -> Table:
     """Columns whose name begins with '>' hold numbers."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         is_number = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if is_number else "left", no_wrap=is_number)
+        table.add_column(column.removeprefix(">"), justify="right" if is_number else "left", no_wrap=True)
     return table
 
 
-def _excerpt(text: str) -> str:
+def _excerpt(text: str, length: int) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
+    return line if len(line) <= length else line[: length - 1] + "…"

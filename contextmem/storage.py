@@ -27,7 +27,7 @@ from contextmem.events import Event, SegmentRecord
 from contextmem.ledger import Ledger, Segment
 from contextmem.state import State
 
-__all__ = ["FORMAT_VERSION", "Saved", "read", "read_manifest", "write"]
+__all__ = ["FORMAT_VERSION", "Saved", "read", "read_manifest", "segment_of", "write"]
 
 FORMAT_VERSION = 1
 
@@ -95,7 +95,7 @@ def read(path: str | os.PathLike[str], n_layers: int, device: torch.device | str
     try:
         kv = {name: t if name in ("positions", "turns") else t.to(device) for name, t in tensors.items()}
         cache = SpanCache.from_tensors(n_layers, kv, manifest["next_position"])
-        ledger = Ledger(tuple(map(_segment, manifest["spans"])), tuple(map(_segment, manifest["gone"])))
+        ledger = Ledger(tuple(map(segment_of, manifest["spans"])), tuple(map(segment_of, manifest["gone"])))
         state = State(ledger, cache, manifest["exact_slots"])
         state.check()
         events = tuple(map(_event, manifest["events"]))
@@ -148,7 +148,8 @@ def _plain(segment: Segment) -> dict[str, Any]:
     return values | {"created_at": segment.created_at.isoformat(), "metadata": dict(segment.metadata)}
 
 
-def _segment(values: Mapping[str, Any]) -> Segment:
+def segment_of(values: Mapping[str, Any]) -> Segment:
+    """A segment from its entry in a manifest."""
     return Segment(
         **{
             **values,
