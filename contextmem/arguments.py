@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from contextmem.errors import InvalidInput
@@ -22,15 +23,17 @@ def check_label(name: str, value: Any) -> None:
     """Raise `InvalidInput` unless `value` is a non-empty string or None."""
     if value is not None and not (isinstance(value, str) and value):
         raise InvalidInput(f"{name} must be a non-empty str or None, not {value!r}. Nothing was changed.")
+    if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidInput(f"{name} holds a lone surrogate and could not be saved. Nothing was changed.")
 
 
-def plain_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A private copy that survives saving; `InvalidInput` if it is not JSON-compatible."""
+def plain_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A private, read-only copy that survives saving; `InvalidInput` if it is not JSON-compatible."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+        encoded = json.dumps(dict(metadata or {}), ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"metadata must be JSON-compatible pairs: {error}. Nothing was changed.") from None
-    return copy
+    return MappingProxyType(json.loads(encoded))
 
 
 def listed(names: Segment | str | Iterable[Segment | str]) -> list[Segment | str]:

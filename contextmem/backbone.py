@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from contextmem.cache import SpanCache
-from contextmem.errors import OutOfMemory, UnsupportedEdit
+from contextmem.errors import InvalidInput, OutOfMemory, UnsupportedEdit
 from contextmem.rope import layer_angles, rerotated
 
 __all__ = ["Backbone"]
 
-CHUNK = 1024  # tokens a forward during prefill: as fast as one pass here, bounds the mask, gives progress
+# Tokens a forward during prefill. Over a cached prefix chunks beat one pass, which needs a mask as wide as the context; into
+# an empty cache one pass needs no mask and is a little faster as long as it is short.
+CHUNK, FIRST_CHUNK = 1024, 4096
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _REGIME_ROPES = {"dynamic", "longrope"}  # frequencies depend on the context length
@@ -49,16 +51,17 @@ class Backbone:
         Raises:
             UnsupportedEdit: the model cannot carry an editable cache (recurrent layers, an encoder, a quantized cache).
         """
+        unwrap = getattr(model, "get_base_model", None)
+        core = unwrap() if callable(unwrap) else model  # adapters stay in the layers of a model that PEFT wraps
         with _REGISTRY_LOCK:
-            backbone = _REGISTRY.get(model)
+            backbone = _REGISTRY.get(core)
             if backbone is None:
-                backbone = _REGISTRY[model] = cls(model)
+                backbone = _REGISTRY[core] = cls(core)
             return backbone
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = ref(model)
+    def __init__(self, core: Any) -> None:
+        self._core = ref(core)
         self.lock = threading.RLock()
-        core = self.core
         config = core.config.get_text_config(decoder=True)
         _refuse_unsupported(core, config)
         self.n_layers: int = config.num_hidden_layers
@@ -77,18 +80,12 @@ class Backbone:
         self._angles: list[Callable[[Tensor], Any]] | UnsupportedEdit | None = None
 
     @property
-    def model(self) -> nn.Module:
-        """The model as it was given."""
-        model = self._model()
-        if model is None:
-            raise UnsupportedEdit("the model of this memory no longer exists")
-        return model
-
-    @property
     def core(self) -> Any:
-        """The causal language model itself, without a PEFT wrapper round it (adapters stay in its layers)."""
-        unwrap = getattr(self.model, "get_base_model", None)
-        return unwrap() if callable(unwrap) else self.model
+        """The causal language model itself, without a PEFT wrapper round it."""
+        core = self._core()
+        if core is None:
+            raise UnsupportedEdit("the model of this memory no longer exists")
+        return core
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +113,14 @@ class Backbone:
 
         Returns:
             float32 logits, (vocab,) or (n, vocab).
+
+        Raises:
+            OutOfMemory: the forward or the growth of the cache ran out of memory.
         """
+        with _typed_out_of_memory(len(token_ids), len(token_ids), cache):
+            return self._forward(token_ids, cache, all_logits)
+
+    def _forward(self, token_ids: Sequence[int] | Tensor, cache: SpanCache, all_logits: bool = False) -> Tensor:
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=self.device).reshape(1, -1)
         n = ids.shape[-1]
         before = cache.n_slots
@@ -153,28 +157,28 @@ class Backbone:
         Args:
             token_ids: n ids, n >= 1.
             cache: extended in place.
-            chunk: tokens a forward.
+            chunk: tokens a forward; the default takes more at once while the cache is empty.
             step: called with the number of tokens done, before every chunk and at the end; may raise to cancel.
 
         Raises:
             OutOfMemory: a forward or the growth of the cache ran out of memory; the message names the chunk size.
         """
+        n_rows = self.core.get_input_embeddings().weight.shape[0]
+        if max(token_ids) >= n_rows:
+            raise InvalidInput(
+                f"the tokenizer gives id {max(token_ids):,}, beyond the {n_rows:,} rows of the model's embedding: they do "
+                f"not belong together. Nothing was changed."
+            )
         logits: Tensor | None = None
-        try:
+        with _typed_out_of_memory(len(token_ids), chunk, cache):
             cache.reserve(len(token_ids))
-            for start in range(0, len(token_ids), chunk):
+            start = 0
+            while start < len(token_ids):
                 if step is not None:
                     step(start)
-                logits = self.forward(token_ids[start : start + chunk], cache)
-        except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-            if isinstance(error, OutOfMemory) or not _is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"out of memory while computing {len(token_ids):,} tokens in chunks of {chunk:,} over "
-                f"{cache.n_slots:,} cached ones. Retry with a smaller chunk_size. Nothing was changed.",
-                tokens=len(token_ids),
-                chunk=chunk,
-            ) from error
+                stop = start + (FIRST_CHUNK if chunk == CHUNK and not cache.n_slots else chunk)
+                logits = self._forward(token_ids[start:stop], cache)
+                start = stop
         if step is not None:
             step(len(token_ids))
         assert logits is not None
@@ -312,6 +316,21 @@ def _context_length(config: Any, rope_types: set[str]) -> int:
         config, "original_max_position_embeddings", None
     )
     return min(longest, int(original or longest))
+
+
+@contextlib.contextmanager
+def _typed_out_of_memory(n_tokens: int, chunk: int, cache: SpanCache) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory while computing {n_tokens:,} tokens in chunks of {chunk:,} over {cache.n_slots:,} cached ones. "
+            f"Retry with a smaller chunk_size. Nothing was changed.",
+            tokens=n_tokens,
+            chunk=chunk,
+        ) from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -104,7 +104,7 @@ class Lease:
             return
         storage = self.storage
         if not storage.grant(self, length, stop):
-            grown = 2 * storage.capacity if stop > storage.capacity else storage.capacity
+            grown = 2 * storage.capacity if stop > storage.capacity else 0
             self.move(storage.copied(((0, length),), max(grown, stop + SPARE)), stop)
 
     def move(self, storage: Storage, reach: int) -> None:
@@ -196,10 +196,15 @@ class SpanCache(DynamicCache):
         return self._with(self.lease.storage, self.positions[:length], self.turns[:length], next_position)
 
     def select(self, ranges: Ranges, spare: int = SPARE) -> SpanCache:
-        """A copy with only the slots of `ranges` (sorted, half-open), packed; keys and positions unchanged."""
+        """A copy with only the slots of `ranges` (sorted, half-open), packed; keys and positions unchanged.
+
+        The next token follows the last slot that is kept.
+        """
         index = torch.cat([torch.arange(start, stop) for start, stop in ranges] or [torch.empty(0, dtype=torch.long)])
         storage = self.lease.storage.copied(ranges, len(index) + spare)
-        return self._with(storage, self.positions[index], self.turns[index], self.next_position)
+        positions = self.positions[index]
+        next_position = int(positions[-1]) + 1 if len(positions) else 0
+        return self._with(storage, positions, self.turns[index], next_position)
 
     def joined(self, other: SpanCache, start: int) -> SpanCache:
         """This cache followed by a copy of the slots of `other` from `start` on, which keep their positions."""
@@ -231,6 +236,7 @@ class SpanCache(DynamicCache):
         moved[start:stop] = 1
         self.positions = self.positions + moved * delta
         self.turns = self.turns + moved.to(self.turns.dtype)
+        self.next_position = int(self.positions[-1]) + 1
 
     def grew(self, n_tokens: int) -> None:
         """Record the positions of `n_tokens` slots that a forward has just written."""
@@ -252,6 +258,15 @@ class SpanCache(DynamicCache):
         self.lease.move(other.lease.storage, self.n_slots)
         for layer in self.layers:
             layer.show(self.n_slots)
+
+    def rewind(self, length: int) -> None:
+        """Drop the slots from `length` on; the next token takes the position of the first one dropped."""
+        if length < self.n_slots:
+            self.next_position = int(self.positions[length])
+            self.positions, self.turns = self.positions[:length], self.turns[:length]
+            self.lease.reach = length
+            for layer in self.layers:
+                layer.show(length)
 
     def release(self) -> None:
         """Let go of the buffers: the cache is empty and its slots belong to nobody."""

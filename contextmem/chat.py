@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,10 @@ class Chat:
             if not line.startswith("/"):
                 self.ask(line)
                 return
-            name, *arguments = line.split()
+            try:
+                name, *arguments = shlex.split(line)
+            except ValueError as error:
+                raise InvalidInput(f"{error}; quote paths with spaces.") from None
             command = self._commands.get(name)
             if command is None:
                 raise InvalidInput(f"unknown command {name}; /help lists them.")
@@ -73,6 +77,8 @@ class Chat:
             except TypeError:
                 raise InvalidInput(f"wrong arguments for {name}; /help shows them.") from None
             command(*arguments)
+        except KeyboardInterrupt:
+            self.console.print("[dim]interrupted; nothing was changed[/dim]")
         except ContextMemoryError as error:
             self.console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
         except OSError as error:
@@ -94,7 +100,7 @@ class Chat:
     def add(self, file: str) -> None:
         """/add FILE"""
         try:
-            text = Path(file).read_text()
+            text = Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise InvalidInput(f"{file} is not UTF-8 text. Nothing was changed.") from None
         mark = self.memory.checkpoint()

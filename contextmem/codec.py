@@ -31,15 +31,16 @@ class Codec:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Codec:
-        """The codec of `tokenizer`; one object a tokenizer."""
+        """The codec of `tokenizer`; one object a tokenizer, made anew when its template or added tokens change."""
         with _REGISTRY_LOCK:
             codec = _REGISTRY.get(tokenizer)
-            if codec is None:
+            if codec is None or codec._made_for != _version_of(tokenizer):
                 codec = _REGISTRY[tokenizer] = cls(tokenizer)
             return codec
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = ref(tokenizer)
+        self._made_for = _version_of(tokenizer)
         self._lock = threading.Lock()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         template = template_text(tokenizer)
@@ -105,11 +106,16 @@ class Codec:
 
     def longest_prefix(self, text: str, ids: Sequence[int], limit: int) -> tuple[str, tuple[int, ...]]:
         """As much of `text` as `limit` of its ids hold without splitting a character, and those ids."""
-        for n in range(min(limit, len(ids)), 0, -1):
+        limit = min(limit, len(ids))
+        for n in range(limit, max(limit - 8, 0), -1):  # a character takes a handful of tokens at most
             part = self.decode(ids[:n])
-            if text.startswith(part):
+            if part and text.startswith(part):
                 return part, tuple(ids[:n])
-        return "", ()
+        if self._data is None:
+            return "", ()
+        offsets = self._data.encode(text, add_special_tokens=False).offsets  # a normalizer changed the text
+        n = next((n for n in range(limit, 0, -1) if n == len(ids) or offsets[n][0] >= offsets[n - 1][1]), 0)
+        return (text[: offsets[n - 1][1]], tuple(ids[:n])) if n else ("", ())
 
     def stream(self) -> TextStream:
         """A decoder that takes ids one at a time."""
@@ -173,6 +179,10 @@ def pieces_until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[t
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _version_of(tokenizer: Any) -> tuple[Any, ...]:
+    return template_text(tokenizer), tuple(sorted(tokenizer.added_tokens_decoder))
 
 
 def template_text(tokenizer: Any) -> str:

@@ -61,8 +61,8 @@ class Decoding:
         *,
         do_sample: bool | None = None,
         seed: int | None = None,
-        logits_processor: Sequence[Any] = (),
-        stopping_criteria: Sequence[Any] = (),
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
         **sampling: Any,
     ) -> Decoding:
         """From keyword arguments with the names of transformers' `generate`.
@@ -74,9 +74,11 @@ class Decoding:
         """
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if not all(isinstance(s, str) and s for s in stops):
+        stops = (stop,) if isinstance(stop, str) else stop or ()
+        if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
             raise InvalidInput("stop must be a non-empty string or a sequence of them.")
+        if seed is not None and not isinstance(seed, int):
+            raise InvalidInput(f"seed must be an integer or None, not {seed!r}.")
         if unknown := sorted(set(sampling) - set(_PROCESSORS)):
             raise InvalidInput(f"unknown argument {unknown[0]!r}; sampling takes {', '.join(sorted(_PROCESSORS))}.")
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -91,8 +93,9 @@ class Decoding:
                     processors.append(make(given[name]))
                 except (ValueError, TypeError) as error:
                     raise InvalidInput(f"{name}={given[name]!r}: {error}") from None
-        processors.extend(logits_processor)
-        return cls(max_new_tokens, stops, bool(do_sample), seed, processors, StoppingCriteriaList(stopping_criteria))
+        processors.extend(logits_processor or ())
+        criteria = StoppingCriteriaList(stopping_criteria or ())
+        return cls(max_new_tokens, tuple(stops), bool(do_sample), seed, processors, criteria)
 
 
 @dataclass
@@ -122,6 +125,7 @@ def decode(
     *,
     history: Sequence[int],
     end_ids: frozenset[int],
+    limit: int,
     check: Callable[[], None],
 ) -> Iterator[tuple[str, Generation]]:
     """Generate after `logits` and yield pieces of text; joined they are the text of the last `Generation`.
@@ -131,10 +135,11 @@ def decode(
         logits: (vocab,) after the prompt.
         history: ids before the answer, for processors such as a repetition penalty.
         end_ids: ids that end the answer and are left out of it.
+        limit: first position that no token of the answer may take.
         check: called before every token; raises to cancel.
     """
     result = Generation()
-    tokens = _tokens(backbone, cache, logits, decoding, result, history, end_ids, check)
+    tokens = _tokens(backbone, cache, logits, decoding, result, history, end_ids, limit, check)
     for piece, stopped in pieces_until_stop(_texts(codec, tokens), decoding.stop):
         result.text += piece
         if stopped:
@@ -158,6 +163,7 @@ def _tokens(
     result: Generation,
     history: Sequence[int],
     end_ids: frozenset[int],
+    limit: int,
     check: Callable[[], None],
 ) -> Iterator[int]:
     choose = _chooser(decoding, history)
@@ -175,7 +181,7 @@ def _tokens(
         if decoding.criteria and bool(decoding.criteria(torch.tensor([result.token_ids]), None).all()):
             result.finish_reason = "stop"
             return
-        if cache.next_position + 1 >= backbone.context_length:
+        if cache.next_position + 1 >= limit:
             result.finish_reason = "context_length"
             return
 
@@ -189,9 +195,14 @@ def _chooser(decoding: Decoding, history: Sequence[int]) -> Callable[[Tensor, li
     else:
         generator.manual_seed(decoding.seed)
 
+    seen = torch.empty((1, len(history) + decoding.max_new_tokens), dtype=torch.long)
+    seen[0, : len(history)] = torch.tensor(history)
+
     def choose(logits: Tensor, generated: list[int]) -> int:
-        ids = torch.tensor([[*history, *generated]], device=logits.device)
-        scores = decoding.processors(ids, logits[None])[0]
+        n_seen = len(history) + len(generated)
+        if generated:
+            seen[0, n_seen - 1] = generated[-1]
+        scores = decoding.processors(seen[:, :n_seen].to(logits.device), logits[None])[0]
         if not decoding.do_sample:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator))

@@ -12,6 +12,7 @@ __all__ = [
     "ContextOverflow",
     "DependentsWarning",
     "IdentityMismatch",
+    "InconsistentState",
     "InvalidInput",
     "KeyConflictWarning",
     "MemoryBusy",
@@ -86,6 +87,10 @@ class StorageError(ContextMemoryError):
 
 class ModelUnavailable(ContextMemoryError):
     """The model cannot be loaded here; the message holds the command that makes it available."""
+
+
+class InconsistentState(ContextMemoryError):
+    """Log, spans and cache disagree: a bug here, or a file that was tampered with."""
 
 
 class KeyConflictWarning(UserWarning):

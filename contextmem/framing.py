@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextmem.codec import Codec, template_text
+from contextmem.errors import UnsupportedEdit
 
 __all__ = ["Framing", "framing_of"]
 
@@ -52,7 +53,9 @@ def framing_of(codec: Codec) -> Framing:
     encode = codec.encode_frame
     bare = _split(tokenizer, (("user", _USER), ("assistant", _ANSWER), ("user", _NEXT)))
     if bare is None:
-        raise ValueError("the chat template does not render a user, assistant, user dialogue in order")
+        raise UnsupportedEdit(
+            "the chat template refuses a dialogue of user, assistant and user, or renders it out of order."
+        )
     head, _, close, answer_open = bare
     full = _split(tokenizer, (("system", _SYSTEM), ("user", _USER), ("assistant", _ANSWER), ("user", _NEXT)))
     opening, after_system = (full[0], full[1]) if full is not None else (head, "")

@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from contextmem.errors import InconsistentState
+
 __all__ = ["KINDS", "STATES", "Ledger", "Segment"]
 
 KINDS = ("system", "document", "tool_call", "tool_result", "user", "assistant", "restore", "frame")
@@ -34,7 +36,7 @@ class Segment:
         state: one of `STATES`.
         parents: ids of the segments this one was derived from.
         pinned: never evicted by a budget.
-        metadata: the caller's JSON-compatible data.
+        metadata: the caller's JSON-compatible data, read-only.
         created_at: when it was appended, UTC.
         owner: for frames, the id of the segment they go with; None for the frames that open the dialogue.
         truncated: tokens cut from the end of the text by `overflow="truncate"`.
@@ -130,16 +132,23 @@ class Ledger:
         return Ledger(tuple(s.emptied("erased") if s.id in names else s for s in self.spans), self.gone)
 
     def swapped(self, old: str, new: Segment) -> Ledger:
-        """With `new` in the place of the segment `old`, and the record of the old one kept."""
-        spans = tuple(new if span.id == old else span for span in self.spans)
+        """With `new` in the place of the segment `old`, whose frames it takes over; the record of the old one is kept."""
+        moved = (replace(span, owner=new.id) if span.owner == old else span for span in self.spans)
+        spans = tuple(new if span.id == old else span for span in moved)
         return Ledger(_laid_out(spans), (*self.gone, self.by_id[old].emptied("retracted")))
 
+    def without_erased(self) -> Ledger:
+        """Without the slots of erased spans: they hold no ids to compute again."""
+        return self.removed(span.id for span in self.spans if span.state == "erased")
+
     def check(self) -> None:
-        """Raise AssertionError unless spans are contiguous, ordered and agree with their ids."""
+        """Raise `InconsistentState` unless spans are contiguous, ordered and agree with their ids."""
         at = 0
         for span in self.spans:
-            assert span.start == at and span.stop >= span.start, f"span {span.id} starts at {span.start}, not {at}"
-            assert span.state == "erased" or len(span.token_ids) == span.n_tokens, f"span {span.id} lost ids"
+            if span.start != at or span.stop < span.start:
+                raise InconsistentState(f"span {span.id} starts at {span.start}, not {at}")
+            if span.state != "erased" and len(span.token_ids) != span.n_tokens:
+                raise InconsistentState(f"span {span.id} has {len(span.token_ids)} ids for {span.n_tokens} slots")
             at = span.stop
 
 

@@ -28,7 +28,6 @@ from contextmem.decoding import Decoding, Generation, decode
 from contextmem.dialogue import Dialogue, end_ids, ids_of, span
 from contextmem.errors import (
     Cancelled,
-    ContextOverflow,
     DependentsWarning,
     InvalidInput,
     KeyConflictWarning,
@@ -43,7 +42,7 @@ from contextmem.loading import load_pretrained
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
 from contextmem.retraction import Edit, Method, choose, method_named
-from contextmem.state import State, extended, rebuilt
+from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
 
 __all__ = ["Checkpoint", "ContextMemory"]
@@ -99,7 +98,7 @@ class ContextMemory:
         if system is not None:
             spans = self._dialogue.system(system, self._codec.encode(system))
             with self._working():
-                self._check_room(self._state, spans)
+                check_room(self.backbone, self._state, _n_tokens(spans), "the system text")
                 self._add(self._state, spans, None)
                 self._log("append", spans, tokens_computed=self.seq_length)
 
@@ -247,7 +246,7 @@ class ContextMemory:
             pinned: never evict it.
             metadata: JSON-compatible pairs.
             on_conflict: what to do when `key` is live already: "keep" both, with a `KeyConflictWarning` and an event, or
-                "replace" the old version (retracted exactly, in the same step).
+                "replace" the old version (retracted by `auto`, in the same step).
             overflow: when the text does not fit: "error", or "truncate" its end (`segment.truncated` says how much).
             progress: called with `ProgressEvent`s.
 
@@ -275,29 +274,32 @@ class ContextMemory:
             if rivals and on_conflict == "replace":
                 edit = self._edit(state, rivals)
                 method = choose(edit)[0]
-                state = method.apply(edit)
+                plan, state = method.plan(edit), method.apply(edit)
             opening = self._dialogue.opened(state.ledger)
             segment = span(self._new_id(), kind, ids, text=text, **fields)
             spans = (*opening, *self._dialogue.placed(segment))
-            if overflow == "truncate" and (excess := self._excess(state, spans)) > 0:
+            excess = state.cache.next_position + _n_tokens(spans) - self.context_length
+            if overflow == "truncate" and excess > 0:
                 kept, kept_ids = self._codec.longest_prefix(text, ids, max(0, len(ids) - excess))
                 cut = len(ids) - len(kept_ids)
                 segment = span(segment.id, kind, kept_ids, text=kept, truncated=cut, **fields)
                 spans = (*opening, *self._dialogue.placed(segment))
-            self._check_room(state, spans)
-            self._add(state, spans, progress)
-            if rivals and on_conflict == "replace":
-                self._log(
-                    "retract", rivals, method=method.name, guarantee="exact", reason="replaced by a newer version"
-                )
-            self._log("append", (segment,), tokens_computed=sum(new.n_tokens for new in spans))
+            check_room(self.backbone, state, _n_tokens(spans), f"segment {segment.id!r}")
             if rivals and on_conflict == "keep":
-                self._log("conflict", (*rivals, segment))
                 warnings.warn(
                     f"key {key!r} now has {len(rivals) + 1} live segments; pass on_conflict='replace' to keep the newest.",
                     KeyConflictWarning,
                     stacklevel=2,
                 )
+            elif rivals:
+                self._warn_of_dependents(self._state, rivals)
+            self._add(state, spans, progress)
+            if rivals and on_conflict == "replace":
+                why = "replaced by a newer version"
+                self._log("retract", rivals, method=plan.method, guarantee=plan.guarantee, reason=why)
+            self._log("append", (segment,), tokens_computed=_n_tokens(spans))
+            if rivals and on_conflict == "keep":
+                self._log("conflict", (*rivals, segment))
             return self._state.ledger.by_id[segment.id]
 
     # ------------------------------------------------------------------ asking
@@ -375,7 +377,8 @@ class ContextMemory:
             if question[1]:
                 before.append(span(self._new_id(), "user", question[1], text=question[0]))
             prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
-            self._check_room(base, before, len(self._framing.answer_open) + len(prefix[1]) + 1)
+            closing = len(self._framing.answer_close) if keep else 0
+            check_room(self.backbone, base, len(prompt) + 1 + closing, "the question")
             with self._transient(base, prompt) as (cache, feed):
                 reused = cache.n_slots
                 with Progress("prefill", len(feed), reused, progress) as report:
@@ -389,6 +392,7 @@ class ContextMemory:
                     decoding,
                     history=(*base.ledger.token_ids, *prompt),
                     end_ids=self._end_ids,
+                    limit=self.context_length - closing,
                     check=self._check_cancelled,
                 ):
                     if piece:
@@ -417,14 +421,12 @@ class ContextMemory:
             parents=tuple(s.id for s in (*base.ledger.content(), *before) if s.kind != "frame" and s.state == "live"),
         )
         spans = (*before, *self._dialogue.answered(answer))
-        self._check_room(base, spans)
         ledger = base.ledger.added(spans)
         n_cached = ledger.n_slots - len(self._framing.answer_close) - len(result.token_ids) + result.n_cached
-        kept = cache.view(n_cached)
-        cache.release()
+        cache.rewind(n_cached)
         if rest := ledger.token_ids[len(ledger.token_ids) - (ledger.n_slots - n_cached) :]:
-            self.backbone.prefill(rest, kept, chunk=self.chunk_size, step=self._step(None))
-        self._commit(State(ledger, kept, ledger.n_slots if base.is_exact else base.exact_slots))
+            self.backbone.prefill(rest, cache, chunk=self.chunk_size, step=self._step(None))
+        self._commit(State(ledger, cache.view(), ledger.n_slots if base.is_exact else base.exact_slots))
         self._log("ask", spans, tokens_computed=ledger.n_slots - base.n_slots)
         return self._state.ledger.by_id[answer.id]
 
@@ -434,7 +436,7 @@ class ContextMemory:
         with self._working():
             base = self._state
             ids = (*ids_of(self._dialogue.opened(base.ledger)), *ids)
-            self._check_room(base, (), len(ids))
+            check_room(self.backbone, base, len(ids))
             with self._transient(base, ids) as (cache, feed):
                 return self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
 
@@ -455,7 +457,7 @@ class ContextMemory:
             base = self._state
             turn = self._framing.answer_open if question is not None else ()
             before = (*ids_of(self._dialogue.opened(base.ledger)), *asked, *turn, *begun)
-            self._check_room(base, (), len(before) + len(ids))
+            check_room(self.backbone, base, len(before) + len(ids))
             with self._transient(base, before) as (cache, feed):
                 first = self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
                 total = float(first.double().log_softmax(-1)[ids[0]])
@@ -501,21 +503,20 @@ class ContextMemory:
             InvalidInput: neither a target nor a filter was given (never read as "everything").
         """
         filters = {"key": key, "source": source, "kind": kind, "state": state, "metadata": metadata}
-        requested = method if isinstance(method, str) else method.name
-        if requested != "auto":
-            method_named(method)
+        requested = "auto" if method == "auto" else method_named(method).name
+        check_label("reason", reason)
         with self._working():
             base = self._state
             found = resolved(base.ledger, target, filters)
             targets = tuple(segment for segment in found if segment.state in ("live", "evicted"))
-            if not targets:
-                why = f"already {found[0].state}: {', '.join(segment.id for segment in found)}"
-                return Report("none", requested, why, "none", tokens_reused=base.n_slots, dry_run=dry_run)
-            derived = provenance.dependents(base.ledger, [segment.id for segment in targets])
+            derived = provenance.dependents(base.ledger, [segment.id for segment in found])
             if cascade and derived:
                 ids = {segment.id for segment in targets} | set(derived)
                 targets = tuple(segment for segment in base.ledger.content() if segment.id in ids)
                 derived = ()
+            if not targets:
+                why = f"already {found[0].state}: {', '.join(segment.id for segment in found)}"
+                return Report("none", requested, why, "none", tokens_reused=base.n_slots, dry_run=dry_run)
             edit = self._edit(base, targets)
             chosen, why = choose(edit) if method == "auto" else (method_named(method), "as requested")
             plan = chosen.plan(edit)
@@ -527,11 +528,11 @@ class ContextMemory:
                 guarantee=plan.guarantee,
                 segments=tuple(segment.id for segment in targets) if removes else (),
                 tokens_removed=edit.n_removed if removes else 0,
-                tokens_recomputed=plan.tokens,
-                tokens_reused=base.n_slots - plan.tokens - (edit.n_removed if removes else 0),
+                tokens_recomputed=plan.tokens if removes else 0,
+                tokens_reused=base.n_slots - plan.tokens - edit.n_removed if removes else base.n_slots,
                 seconds=self._estimate(plan.tokens),
                 dependents=derived,
-                forced_by=targets[0].id if plan.tokens else None,
+                forced_by=targets[0].id if removes and plan.tokens else None,
                 dry_run=dry_run,
             )
             if dry_run:
@@ -541,6 +542,8 @@ class ContextMemory:
                 next_state = chosen.apply(self._edit(base, targets, step=self._step(bar)))
             report = replace(report, seconds=time.perf_counter() - started)
             self._note_speed(plan.tokens, report.seconds)
+            if removes and not cascade:
+                self._warn_of_dependents(base, targets)
             self._commit(next_state)
             self._log(
                 "retract" if removes else "instruct",
@@ -550,13 +553,6 @@ class ContextMemory:
                 reason=reason,
                 tokens_computed=plan.tokens,
             )
-            if derived and removes:
-                warnings.warn(
-                    f"{len(derived)} live segments were derived from what was retracted and stay: {', '.join(derived)}. "
-                    f"Pass cascade=True to take them too.",
-                    DependentsWarning,
-                    stacklevel=2,
-                )
             return report
 
     def replace(self, target: Target, text: str, *, progress: ProgressCallback | None = None) -> Report:
@@ -575,7 +571,7 @@ class ContextMemory:
                     f"replace takes exactly one live segment, this target names {len(found)}. Nothing was changed."
                 )
             (old,) = found
-            self._check_room(base, (), len(ids) - old.n_tokens)
+            check_room(self.backbone, base, len(ids) - old.n_tokens, "the new text")
             new = span(
                 self._new_id(),
                 old.kind,
@@ -588,13 +584,13 @@ class ContextMemory:
                 parents=old.parents,
             )
             start = min(old.start, base.exact_slots)
-            erased = [span.id for span in base.ledger.spans if span.state == "erased"]
-            ledger = base.ledger.swapped(old.id, new).removed(erased)
+            ledger = base.ledger.swapped(old.id, new).without_erased()
             started = time.perf_counter()
             n_recomputed = ledger.n_slots - start - len(ids)
             with Progress("recompute", ledger.n_slots - start, start, progress) as bar:
                 step = self._step(bar)
                 next_state = rebuilt(self.backbone, base, ledger, start, chunk=self.chunk_size, step=step)
+            self._warn_of_dependents(base, (old,))
             self._commit(next_state)
             self._log(
                 "replace", (old, new), method="recompute", guarantee="exact", tokens_computed=ledger.n_slots - start
@@ -709,7 +705,9 @@ class ContextMemory:
             IdentityMismatch: it was made with another model, tokenizer, template, dtype or RoPE.
         """
         manifest = storage.read_manifest(path)
-        if model is None or tokenizer is None:
+        if (model is None) != (tokenizer is None):
+            raise InvalidInput("give both model and tokenizer, or neither to load them by the name in the file.")
+        if model is None:
             options.setdefault("dtype", manifest["identity"]["dtype"])
             memory = cls.from_pretrained(manifest["model"] or "", **options)
         else:
@@ -728,7 +726,7 @@ class ContextMemory:
         self._cancel.set()
 
     def close(self) -> None:
-        """Release every tensor. Any later call raises `MemoryClosed`; closing twice does nothing."""
+        """Release every tensor. Later operations raise `MemoryClosed`, reading shows an empty memory; twice is once."""
         if self._closed:
             return
         with self._working():
@@ -742,7 +740,8 @@ class ContextMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(MemoryBusy) if error is not None else contextlib.nullcontext():
+            self.close()
 
     def __repr__(self) -> str:
         return (
@@ -773,6 +772,17 @@ class ContextMemory:
         event = Event(len(self._events) + 1, operation, records, **details)
         self._events = (*self._events, event)
         logger.info("%s %s %s", operation, ", ".join(record.id for record in records), event.method or "")
+
+    def _warn_of_dependents(self, state: State, gone: Sequence[Segment]) -> None:
+        """Before anything changes, so that a warning turned into an error changes nothing."""
+        derived = provenance.dependents(state.ledger, [segment.id for segment in gone])
+        if derived:
+            warnings.warn(
+                f"{len(derived)} live segments were derived from what is retracted and stay: {', '.join(derived)}. "
+                f"Retract them too, by id or with cascade=True.",
+                DependentsWarning,
+                stacklevel=3,
+            )
 
     def _step(self, report: Progress | None) -> Any:
         def step(done: int) -> None:
@@ -805,10 +815,11 @@ class ContextMemory:
         )
 
     def _add(self, state: State, spans: Sequence[Segment], progress: ProgressCallback | None) -> None:
-        n_new = sum(new.n_tokens for new in spans)
+        n_new = _n_tokens(spans)
         with Progress("prefill", n_new, state.n_slots, progress) as report:
             step = self._step(report)
-            self._commit(extended(self.backbone, state, spans, chunk=self.chunk_size, step=step))
+            next_state = extended(self.backbone, state, spans, chunk=self.chunk_size, step=step)
+        self._commit(next_state)
 
     @contextlib.contextmanager
     def _transient(self, base: State, ids: Sequence[int]) -> Iterator[tuple[SpanCache, Sequence[int]]]:
@@ -816,7 +827,8 @@ class ContextMemory:
         if ids:
             cache, feed = base.cache.view(), ids
         elif base.n_slots and base.ledger.spans[-1].state == "live":
-            cache, feed = base.cache.view(base.n_slots - 1), base.ledger.token_ids[-1:]
+            cache, feed = base.cache.view(), base.ledger.token_ids[-1:]
+            cache.rewind(base.n_slots - 1)
         else:
             raise InvalidInput("there is no live text to continue from: append or ask something. Nothing was changed.")
         try:
@@ -826,24 +838,6 @@ class ContextMemory:
                 base.cache.adopt(cache)  # what the answer had to grow is there for the next one
             cache.release()
 
-    def _excess(self, state: State, spans: Sequence[Segment]) -> int:
-        return sum(new.n_tokens for new in spans) - (self.context_length - state.cache.next_position)
-
-    def _check_room(self, state: State, spans: Sequence[Segment], n_more: int = 0) -> None:
-        needed = sum(new.n_tokens for new in spans) + n_more
-        available = self.context_length - state.cache.next_position
-        if needed > available:
-            names = ", ".join(repr(new.id) for new in spans if new.kind != "frame")
-            rope = sorted(self.backbone.rope_types - {"default"})
-            raise ContextOverflow(
-                f"{f'segment {names}' if names else 'the text'} needs {needed:,} tokens, which exceeds the {available:,} "
-                f"left of the context length {self.context_length:,}{f' (RoPE type {rope[0]})' if rope else ''}. Retract "
-                f"something, settle() position gaps, or append with overflow='truncate'. Nothing was changed.",
-                needed=needed,
-                available=available,
-                limit=self.context_length,
-            )
-
     def _estimate(self, n_tokens: int) -> float | None:
         rate = self.backbone.tokens_per_second
         return n_tokens / rate if rate else None if n_tokens else 0.0
@@ -851,3 +845,7 @@ class ContextMemory:
     def _note_speed(self, n_tokens: int, seconds: float | None) -> None:
         if n_tokens >= 32 and seconds:
             self.backbone.tokens_per_second = n_tokens / seconds
+
+
+def _n_tokens(spans: Iterable[Segment]) -> int:
+    return sum(new.n_tokens for new in spans)

@@ -67,8 +67,7 @@ def verified(
     step: Callable[[int], None] | None = None,
 ) -> Verification:
     """Measure `state` against its rebuild through the logits after `probe`, tokens fed to both."""
-    erased = [span.id for span in state.ledger.spans if span.state == "erased"]
-    ledger = state.ledger.removed(erased)
+    ledger = state.ledger.without_erased()
     fresh = rebuilt(backbone, state, ledger, 0, chunk=CHUNK, step=step)
     current_logits = backbone.forward(probe, state.cache.view())
     fresh_logits = backbone.forward(probe, fresh.cache.view())

@@ -19,7 +19,7 @@ class ProgressEvent:
     """How far an operation is.
 
     Attributes:
-        phase: "prefill", "recompute", "decode" or "verify".
+        phase: "prefill", "recompute" or "verify".
         processed: tokens in place, reused ones included; starts at `reused`, ends at `total` unless interrupted.
         total: tokens in place when done.
         reused: cached tokens that needed no computation.

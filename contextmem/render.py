@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -24,16 +24,16 @@ def segments_table(segments: Iterable[Segment], title: str, width: int, marked: 
     Args:
         width: columns of the terminal; what the other columns leave is the text's.
     """
-    table = _table(title, ">#", "id", "what", "source", ">tokens", "text")
+    is_wide = width >= 100
+    table = _table(title, ">#", *(("id", "source") if is_wide else ()), "what", ">tokens", "text")
     for number, segment in enumerate(segments, 1):
         state = "" if segment.state == "live" else segment.state
         table.add_row(
             str(number),
-            segment.id,
-            " ".join(filter(None, (segment.kind, segment.key, state))),
-            _excerpt(segment.source or "", 14),
+            *((segment.id, escape(_excerpt(segment.source or "", 18))) if is_wide else ()),
+            escape(_excerpt(" ".join(filter(None, (segment.kind, segment.key, state))), 28)),
             f"{segment.n_tokens:,}",
-            escape(_excerpt(segment.text, max(16, width - 68))),
+            escape(_excerpt(segment.text, max(16, width - (72 if is_wide else 38)))),
             style="red" if segment.id == marked else None,
         )
     return table
@@ -50,16 +50,16 @@ def show_demo(result: Demonstration, console: Console) -> None:
     table = _table(
         "The passage retracted by each method, on a fork",
         "method",
-        "answer",
+        "~answer",
         "",
         "guarantee",
-        ">recomputed",
+        ">tokens",
         ">seconds",
     )
     for name, one in result.methods.items():
         table.add_row(
             name,
-            escape(_excerpt(one.answer, 44)),
+            escape(_excerpt(one.answer, 70)),
             "[green]right[/green]" if one.is_right else "[red]wrong[/red]",
             one.guarantee,
             f"{one.tokens_recomputed:,}",
@@ -79,7 +79,7 @@ def show_demo(result: Demonstration, console: Console) -> None:
 
 def show_saved(manifest: dict[str, Any], console: Console) -> None:
     """What a saved memory's manifest says."""
-    console.print(f"[bold]model[/bold] {manifest['model']}   [bold]format[/bold] {manifest['version']}")
+    console.print(f"[bold]model[/bold] {escape(str(manifest['model']))}   [bold]format[/bold] {manifest['version']}")
     for name, value in manifest["identity"].items():
         console.print(f"  {name}: {value}", highlight=False)
     resident = [segment_of(span) for span in manifest["spans"] if span["kind"] != "frame"]
@@ -122,11 +122,11 @@ def _around(segments: list[Segment]) -> list[Segment]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Columns whose name begins with '>' hold numbers."""
+    """Columns whose name begins with '>' hold numbers; those that begin with '~' may wrap."""
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        is_number = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if is_number else "left", no_wrap=True)
+        justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.lstrip(">~"), justify=justify, no_wrap=not column.startswith("~"))
     return table
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from contextmem.backbone import CHUNK, Backbone
 from contextmem.cache import SpanCache
+from contextmem.errors import ContextOverflow, InconsistentState
 from contextmem.ledger import Ledger, Segment
 
-__all__ = ["State", "extended", "rebuilt"]
+__all__ = ["State", "check_room", "extended", "rebuilt"]
 
 Step = Callable[[int], None] | None
 
@@ -44,12 +47,18 @@ class State:
         return State(self.ledger, self.cache.view(), self.exact_slots)
 
     def check(self) -> None:
-        """Raise AssertionError unless log, spans and cache agree in every layer. Cheap."""
+        """Raise `InconsistentState` unless log, spans and cache agree in every layer. Cheap."""
         self.ledger.check()
-        lengths = {layer.get_seq_length() for layer in self.cache.layers}
-        assert lengths == {self.ledger.n_slots}, f"ledger has {self.ledger.n_slots} slots, layers have {lengths}"
-        assert self.cache.n_slots == self.ledger.n_slots, "positions and spans disagree"
-        assert 0 <= self.exact_slots <= self.n_slots
+        n, cache = self.ledger.n_slots, self.cache
+        lengths = {layer.get_seq_length() for layer in cache.layers} | {len(cache.positions), len(cache.turns)}
+        if lengths != {n}:
+            raise InconsistentState(f"the ledger has {n} slots, the cache has {sorted(lengths)}")
+        if cache.next_position != (int(cache.positions[-1]) + 1 if n else 0):
+            raise InconsistentState(f"the next position is {cache.next_position}, not the one after the last slot")
+        if not 0 <= self.exact_slots <= n or not torch.equal(
+            cache.positions[: self.exact_slots], torch.arange(self.exact_slots)
+        ):
+            raise InconsistentState(f"{self.exact_slots} slots are said to be exact and are not at their places")
 
 
 def extended(
@@ -77,3 +86,19 @@ def rebuilt(
     if ids:
         backbone.prefill(ids, cache, chunk=chunk, step=step)
     return State(ledger, cache, ledger.n_slots)
+
+
+def check_room(backbone: Backbone, state: State, needed: int, what: str = "the text") -> None:
+    """Raise `ContextOverflow` if `needed` more tokens do not fit into the model's context length."""
+    limit = backbone.context_length
+    available = limit - state.cache.next_position
+    if needed > available:
+        rope = sorted(backbone.rope_types - {"default"})
+        raise ContextOverflow(
+            f"{what} needs {needed:,} tokens, which exceeds the {available:,} left of the context length {limit:,}"
+            f"{f' (RoPE type {rope[0]})' if rope else ''}. Retract something, settle() position gaps, or append with "
+            f"overflow='truncate'. Nothing was changed.",
+            needed=needed,
+            available=available,
+            limit=limit,
+        )

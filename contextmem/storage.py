@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from contextmem.cache import SpanCache
-from contextmem.errors import StorageError
+from contextmem.errors import InconsistentState, StorageError
 from contextmem.events import Event, SegmentRecord
 from contextmem.ledger import Ledger, Segment
 from contextmem.state import State
@@ -58,10 +59,10 @@ def write(path: str | os.PathLike[str], saved: Saved) -> None:
         StorageError: the file cannot be written; an old one is still as it was.
     """
     target = Path(path)
-    tensors = saved.state.cache.tensors()
-    manifest = json.dumps(_manifest(saved, tensors), ensure_ascii=False)
-    metadata = {"format": "contextmem", "manifest": manifest, "manifest_sha256": _digest(manifest.encode())}
     try:
+        tensors = saved.state.cache.tensors()
+        manifest = json.dumps(_manifest(saved, tensors), ensure_ascii=False)
+        metadata = {"format": "contextmem", "manifest": manifest, "manifest_sha256": _digest(manifest.encode())}
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as staging:  # mode 0700
             draft = Path(staging) / target.name
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, draft, metadata)
@@ -69,7 +70,7 @@ def write(path: str | os.PathLike[str], saved: Saved) -> None:
             with draft.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(draft, target)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UnicodeError, TypeError) as error:
         raise StorageError(f"cannot write {target}: {error}. A file that was there is as it was.") from error
 
 
@@ -99,7 +100,7 @@ def read(path: str | os.PathLike[str], n_layers: int, device: torch.device | str
         state = State(ledger, cache, manifest["exact_slots"])
         state.check()
         events = tuple(map(_event, manifest["events"]))
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (InconsistentState, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"the manifest does not describe the tensors ({error})") from error
     return Saved(manifest["model"], manifest["identity"], manifest["options"], state, events)
 
@@ -155,6 +156,7 @@ def segment_of(values: Mapping[str, Any]) -> Segment:
             **values,
             "token_ids": tuple(values["token_ids"]),
             "parents": tuple(values["parents"]),
+            "metadata": MappingProxyType(values["metadata"]),
             "created_at": datetime.fromisoformat(values["created_at"]),
         }
     )

@@ -91,7 +91,7 @@ def test_select_packs_slots_and_keeps_positions(backbone: Backbone) -> None:
     keys = cache.layers[2].keys
     assert torch.equal(picked.layers[2].keys, torch.cat((keys[:, :, :4], keys[:, :, 10:15]), 2))
     assert picked.positions.tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 14]
-    assert picked.next_position == 20
+    assert picked.next_position == 15
 
 
 def test_turning_one_cache_leaves_the_one_it_came_from(backbone: Backbone) -> None:

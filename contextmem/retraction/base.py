@@ -9,6 +9,7 @@ from typing import Protocol
 
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
+from contextmem.errors import InvalidInput
 from contextmem.ledger import Segment, complement, slot_ranges
 from contextmem.state import State
 
@@ -80,7 +81,7 @@ class Plan:
 
     Attributes:
         method: name of the method that will really run.
-        tokens: tokens to compute again.
+        tokens: tokens to compute (again, or for the first time in the case of an instruction).
         guarantee: "exact" (as if never seen), "approximate" (later segments keep traces) or "none".
         why: one line for the report, if there is something to say.
     """
@@ -122,11 +123,8 @@ def method_named(method: str | Method) -> Method:
     Raises:
         InvalidInput: no such method.
     """
-    from contextmem.errors import InvalidInput
-
-    if not isinstance(method, str):
-        return method
-    try:
+    if isinstance(method, str) and method in METHODS:
         return METHODS[method]
-    except KeyError:
-        raise InvalidInput(f"unknown method {method!r}; there are auto, {', '.join(METHODS)}.") from None
+    if isinstance(method, str) or not all(hasattr(method, part) for part in ("name", "plan", "apply")):
+        raise InvalidInput(f"unknown method {method!r}; there are auto, {', '.join(METHODS)}. Nothing was changed.")
+    return method

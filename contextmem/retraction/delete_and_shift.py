@@ -8,10 +8,11 @@ import torch
 
 from contextmem.cache import SpanCache
 from contextmem.retraction.base import Edit, Plan, register
+from contextmem.retraction.crop import Crop
 from contextmem.retraction.recompute import Recompute
 from contextmem.state import State
 
-__all__ = ["DeleteAndShift", "shifted"]
+__all__ = ["DeleteAndShift", "approximation", "is_worn", "recompute_plan", "shifted"]
 
 # Chained re-rotations add up: 1e-7 relative each in float32, 2e-3 in bfloat16 (storage alone: 1.7e-3).
 MAX_TURNS_FULL, MAX_TURNS_HALF = 64, 3
@@ -28,13 +29,16 @@ class DeleteAndShift:
     name: str = "delete_and_shift"
 
     def plan(self, edit: Edit) -> Plan:
-        if _worn(edit):
-            return _recompute_plan(edit)
-        edit.backbone.angles()
+        if is_worn(edit):
+            return recompute_plan(edit)
+        if not edit.is_tail:
+            edit.backbone.angles()
         return Plan(self.name, 0, approximation(edit))
 
     def apply(self, edit: Edit) -> State:
-        if _worn(edit):
+        if edit.is_tail:
+            return Crop().apply(edit)
+        if is_worn(edit):
             return Recompute().apply(edit)
         return State(edit.state.ledger.removed(edit.ids), shifted(edit), min(edit.state.exact_slots, edit.start))
 
@@ -48,7 +52,6 @@ def shifted(edit: Edit) -> SpanCache:
         for start, stop in edit.kept:
             cache.turn_(at, at + stop - start, at - start, angles)
             at += stop - start
-    cache.next_position -= edit.n_removed
     return cache
 
 
@@ -57,13 +60,15 @@ def approximation(edit: Edit) -> str:
     return "exact" if edit.is_tail and edit.state.exact_slots >= edit.start else "approximate"
 
 
-def _worn(edit: Edit) -> bool:
+def is_worn(edit: Edit) -> bool:
+    """Whether a key that would be moved was re-rotated too often already."""
     half = edit.backbone.dtype in (torch.float16, torch.bfloat16)
     turns = edit.state.cache.turns[edit.start :]
-    return bool(len(turns)) and int(turns.max()) >= (MAX_TURNS_HALF if half else MAX_TURNS_FULL)
+    return not edit.is_tail and int(turns.max()) >= (MAX_TURNS_HALF if half else MAX_TURNS_FULL)
 
 
-def _recompute_plan(edit: Edit) -> Plan:
+def recompute_plan(edit: Edit) -> Plan:
+    """The plan to recompute instead of moving worn keys once more."""
     plan = Recompute().plan(edit)
     why = f"keys were re-rotated {int(edit.state.cache.turns.max())} times in {edit.backbone.dtype}; recomputed instead"
     return Plan(plan.method, plan.tokens, plan.guarantee, why)

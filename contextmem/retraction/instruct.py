@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from contextmem.ledger import Segment
 from contextmem.retraction.base import Edit, Plan, register
-from contextmem.state import State, extended
+from contextmem.state import State, check_room, extended
 
 __all__ = ["Instruct"]
 
@@ -28,10 +28,12 @@ class Instruct:
     name: str = "instruct"
 
     def plan(self, edit: Edit) -> Plan:
-        return Plan(self.name, 0, "none", "nothing was removed: the model was told to ignore the passage")
+        n_tokens = len(edit.codec.encode(_note(edit)))
+        check_room(edit.backbone, edit.state, n_tokens, "the instruction")
+        return Plan(self.name, n_tokens, "none", "nothing was removed: the model was told to ignore the passage")
 
     def apply(self, edit: Edit) -> State:
-        text = WORDING.format(quoted="\n".join(segment.text for segment in edit.targets))
+        text = _note(edit)
         ids = edit.codec.encode(text)
         note = Segment(
             id=edit.new_id(),
@@ -44,6 +46,10 @@ class Instruct:
             parents=tuple(segment.id for segment in edit.targets),
         )
         return extended(edit.backbone, edit.state, (note,), chunk=edit.chunk, step=edit.step)
+
+
+def _note(edit: Edit) -> str:
+    return WORDING.format(quoted="\n".join(segment.text for segment in edit.targets))
 
 
 register(Instruct())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from contextmem.errors import UnsupportedEdit
 from contextmem.retraction.base import Edit, Plan, register
+from contextmem.retraction.crop import Crop
 from contextmem.retraction.delete_and_shift import approximation
 from contextmem.state import State
 
@@ -33,6 +34,8 @@ class Mask:
         return Plan(self.name, 0, approximation(edit))
 
     def apply(self, edit: Edit) -> State:
+        if edit.is_tail:
+            return Crop().apply(edit)
         cache = edit.state.cache.select(edit.kept)
         return State(edit.state.ledger.removed(edit.ids), cache, min(edit.state.exact_slots, edit.start))
 

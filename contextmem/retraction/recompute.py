@@ -31,8 +31,7 @@ class Recompute:
 
     def _target(self, edit: Edit) -> tuple[int, Ledger]:
         start = min(edit.start, edit.state.exact_slots)
-        erased = [span.id for span in edit.state.ledger.spans if span.state == "erased"]
-        return start, edit.state.ledger.removed((*edit.ids, *erased))
+        return start, edit.state.ledger.removed(edit.ids).without_erased()
 
 
 register(Recompute())

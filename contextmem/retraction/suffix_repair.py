@@ -9,7 +9,9 @@ from math import ceil
 from contextmem.errors import InvalidInput
 from contextmem.ledger import Segment
 from contextmem.retraction.base import Edit, Plan, register
-from contextmem.retraction.delete_and_shift import approximation, shifted
+from contextmem.retraction.crop import Crop
+from contextmem.retraction.delete_and_shift import approximation, is_worn, recompute_plan, shifted
+from contextmem.retraction.recompute import Recompute
 from contextmem.state import State
 
 __all__ = ["SuffixRepair"]
@@ -38,10 +40,17 @@ class SuffixRepair:
         return "suffix_repair" if self.where == "erase" else "suffix_repair_query"
 
     def plan(self, edit: Edit) -> Plan:
-        edit.backbone.angles()
+        if is_worn(edit):
+            return recompute_plan(edit)
+        if not edit.is_tail:
+            edit.backbone.angles()
         return Plan(self.name, self._n_repaired(edit), approximation(edit))
 
     def apply(self, edit: Edit) -> State:
+        if edit.is_tail:
+            return Crop().apply(edit)
+        if is_worn(edit):
+            return Recompute().apply(edit)
         ledger = edit.state.ledger.removed(edit.ids)
         cache = shifted(edit)
         first = edit.start if self.where == "erase" else cache.n_slots - self._n_repaired(edit)

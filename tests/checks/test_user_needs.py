@@ -407,13 +407,13 @@ def test_u19_a_saved_memory_comes_back_in_a_new_process(tmp_path: Path) -> None:
         from contextmem import ContextMemory
         from contextmem.backbone import Backbone
         fed = []
-        forward = Backbone.forward
+        forward = Backbone._forward
         def counted(self, ids, *a, **k):
             fed.append(len(ids)); return forward(self, ids, *a, **k)
-        Backbone.forward = counted
+        Backbone._forward = counted
         memory = ContextMemory.load(sys.argv[1], tiny_model("llama"), tiny_tokenizer())
         loaded = list(fed)
-        logits = memory.logits("x"); answer = memory.ask("?", max_new_tokens=3)
+        logits = memory.logits("x"); assert fed == [1]; answer = memory.ask("?", max_new_tokens=3)
         torch.save(logits, sys.argv[2])
         names = [s.id for s in memory.segments()]
         print(json.dumps([loaded, list(memory.token_ids), names, answer.tokens_reused, answer.text]))
