@@ -126,6 +126,8 @@ class Backbone:
         before = cache.n_slots
         positions = torch.arange(cache.next_position, cache.next_position + n, device=ids.device).unsqueeze(0)
         with self.lock, torch.no_grad(), _inference_mode(self.core):
+            if "dynamic" in self.rope_types:
+                _reset_dynamic_rope(self.core)
             output = self.core(
                 input_ids=ids,
                 position_ids=positions,
@@ -276,6 +278,14 @@ def _inference_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _reset_dynamic_rope(core: Any) -> None:
+    """Undo frequencies that a longer forward of the owner's left behind: transformers 5.2 never resets them itself."""
+    rotary: Any = getattr(core.get_decoder(), "rotary_emb", None)
+    original = getattr(rotary, "original_inv_freq", None)
+    if original is not None and not torch.equal(rotary.inv_freq, original.to(rotary.inv_freq.device)):
+        rotary.inv_freq = original.to(rotary.inv_freq.device).clone()
 
 
 def _refuse_unsupported(model: nn.Module, config: Any) -> None:
