@@ -272,7 +272,8 @@ class ContextMemory:
             }
             rivals = state.ledger.select(state.ledger.content(), key=key, state="live") if key is not None else ()
             if rivals and on_conflict == "replace":
-                edit = self._edit(state, rivals)
+                self._warn_of_dependents(state, rivals)
+                edit = self._edit(state, rivals, step=self._step(None))
                 method = choose(edit)[0]
                 plan, state = method.plan(edit), method.apply(edit)
             opening = self._dialogue.opened(state.ledger)
@@ -291,8 +292,6 @@ class ContextMemory:
                     KeyConflictWarning,
                     stacklevel=2,
                 )
-            elif rivals:
-                self._warn_of_dependents(self._state, rivals)
             self._add(state, spans, progress)
             if rivals and on_conflict == "replace":
                 why = "replaced by a newer version"

@@ -56,7 +56,7 @@ def shifted(edit: Edit) -> SpanCache:
 
 
 def approximation(edit: Edit) -> str:
-    """ "exact" if nothing that stays has seen what goes, "approximate" otherwise."""
+    """The guarantee of dropping slots: exact if nothing that stays has seen what goes, approximate otherwise."""
     return "exact" if edit.is_tail and edit.state.exact_slots >= edit.start else "approximate"
 
 

@@ -47,6 +47,7 @@ from contextmem import (
     StorageError,
     UnsupportedEdit,
 )
+from contextmem.backbone import Backbone
 from contextmem.retraction import METHODS
 
 REMOVING = [name for name in METHODS if name not in ("crop", "instruct")]
@@ -825,6 +826,27 @@ def test_u34c_cancelling_from_another_thread() -> None:
         list(stream)
     assert_unchanged(memory, before)
     memory.append("fine")
+
+
+def test_u34d_the_recomputation_inside_a_replacing_append_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = new(chunk_size=8)
+    memory.append("old ", key="k")
+    memory.append("x" * 60)
+    before, forward = snapshot(memory), Backbone._forward
+
+    calls = []
+
+    def cancelling(self: Backbone, *arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        memory.cancel()
+        return forward(self, *arguments, **more)
+
+    monkeypatch.setattr(Backbone, "_forward", cancelling)
+    with pytest.raises(Cancelled):
+        memory.append("new ", key="k", on_conflict="replace")
+    monkeypatch.undo()
+    assert len(calls) == 1, "it stops within a chunk, not after the whole recomputation"
+    assert_unchanged(memory, before)
 
 
 def test_u35_long_prefills_report_progress_and_the_memory_shows_what_fills_it(
