@@ -5,6 +5,7 @@ from contextmem._versions import check_versions
 check_versions()
 
 from contextmem.answers import AnswerStream  # noqa: E402
+from contextmem.eraser import KVEraser  # noqa: E402
 from contextmem.errors import (  # noqa: E402
     Cancelled,
     ContextMemoryError,
@@ -26,7 +27,7 @@ from contextmem.memory import Checkpoint, ContextMemory  # noqa: E402
 from contextmem.numerics import Verification  # noqa: E402
 from contextmem.progress import ProgressEvent  # noqa: E402
 from contextmem.reports import Answer, Report, Stats  # noqa: E402
-from contextmem.retraction import SuffixRepair  # noqa: E402
+from contextmem.retraction import KVErase, SuffixRepair  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,8 @@ __all__ = [
     "DependentsWarning",
     "IdentityMismatch",
     "InvalidInput",
+    "KVErase",
+    "KVEraser",
     "KeyConflictWarning",
     "MemoryBusy",
     "MemoryClosed",

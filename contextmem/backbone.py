@@ -75,7 +75,7 @@ class Backbone:
         self.context_length = _context_length(config, self.rope_types)
         parameters = inspect.signature(core.forward).parameters
         # 5.24 renames the argument; 5.2 swallows the new name without using it.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.tokens_per_second: float | None = None
         self._angles: list[Callable[[Tensor], Any]] | UnsupportedEdit | None = None
 
@@ -134,7 +134,7 @@ class Backbone:
                 attention_mask=self._mask(cache, n),
                 use_cache=True,
                 logits_to_keep=0 if all_logits else 1,
-                **{self._cache_argument: cache},
+                **{self.cache_argument: cache},
             )
         short = [i for i, layer in enumerate(cache.layers) if layer.get_seq_length() != before + n]
         if short:

@@ -22,10 +22,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from contextmem.errors import UnsupportedEdit
 from contextmem.rope import rerotated
 
-__all__ = ["SpanCache"]
+__all__ = ["Slots", "SpanCache"]
 
 SPARE = 256  # slots kept free beyond what was asked for, so that a question and an answer fit without growing
 Ranges = Sequence[tuple[int, int]]
+Slots = list[tuple[Tensor, Tensor]]  # keys and values, (1, heads, n, head_dim) each, a pair a layer
 
 
 class Storage:
@@ -60,6 +61,12 @@ class Storage:
                 return False
             lease.reach = stop
             return True
+
+    def others_read(self, lease: Lease, start: int) -> bool:
+        """Whether a lease other than `lease` reaches past slot `start`."""
+        with self.lock:
+            others = [other for known in self._leases if (other := known()) is not None and other is not lease]
+            return any(other.reach > start for other in others)
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers of one layer, shaped after new `keys` and `values`."""
@@ -205,6 +212,37 @@ class SpanCache(DynamicCache):
         positions = self.positions[index]
         next_position = int(positions[-1]) + 1 if len(positions) else 0
         return self._with(storage, positions, self.turns[index], next_position)
+
+    def owned(self, start: int) -> SpanCache:
+        """This cache if no other one reads its slots from `start` on, else a copy: what may be written over."""
+        if not self.lease.storage.others_read(self.lease, start):
+            return self
+        return self.select(((0, self.n_slots),))
+
+    def over(self, start: int, stop: int) -> SpanCache:
+        """The slots before `start`, as a cache that writes its next `stop - start` slots over those of this one.
+
+        For caches that are `owned` only. Nothing is copied; put the slots back with `write`.
+        """
+        other = self.view(start)
+        other.next_position = int(self.positions[start]) if start < self.n_slots else self.next_position
+        other.lease.reach = stop
+        return other
+
+    def read(self, start: int, stop: int) -> Slots:
+        """Copies of the keys and values of some slots, a pair a layer."""
+        return [
+            (layer.keys[:, :, start:stop].clone(), layer.values[:, :, start:stop].clone())
+            for layer in self.layers
+            if layer.is_initialized
+        ]
+
+    def write(self, start: int, slots: Slots) -> None:
+        """Put keys and values over the slots from `start` on, in place: for caches that are `owned` only."""
+        for layer, (keys, values) in zip(self.layers, slots, strict=True):
+            stop = start + keys.shape[-2]
+            layer.keys[:, :, start:stop] = keys
+            layer.values[:, :, start:stop] = values
 
     def joined(self, other: SpanCache, start: int) -> SpanCache:
         """This cache followed by a copy of the slots of `other` from `start` on, which keep their positions."""

@@ -13,7 +13,7 @@ from contextmem.backbone import Backbone
 from contextmem.codec import Codec, template_text
 from contextmem.errors import IdentityMismatch
 
-__all__ = ["check_identity", "identity_of"]
+__all__ = ["active_adapters", "backbone_identity", "check_identity", "identity_of"]
 
 _SAMPLES = 16_384  # values read a tensor, evenly spaced: every tensor of a fine-tuned model differs in some of them
 
@@ -40,6 +40,27 @@ def identity_of(backbone: Backbone, codec: Codec) -> dict[str, str]:
     }
 
 
+def backbone_identity(backbone: Backbone) -> dict[str, str]:
+    """What an eraser is bound to: architecture, layers, active adapters, and the weights whatever type they are kept in.
+
+    The weights are compared as rounded to bfloat16 and to float16, so that weights trained beside a float32 model fit the
+    same model in half precision.
+    """
+    core = backbone.core
+    return {
+        "architecture": type(core).__name__,
+        "layers": str(backbone.n_layers),
+        "adapters": active_adapters(core),
+        "weights_bfloat16": _weight_digests(core, torch.bfloat16)[0],
+        "weights_float16": _weight_digests(core, torch.float16)[0],
+    }
+
+
+def active_adapters(core: nn.Module) -> str:
+    """Digest of the adapters that are active in `core`; "none" where there are none. Cheap in that case."""
+    return _weight_digests(core)[1] if _active_adapters(core) else "none"
+
+
 def check_identity(expected: dict[str, str], found: dict[str, str], what: str) -> None:
     """Raise `IdentityMismatch` naming both sides unless they are the same."""
     differing = [name for name in expected if expected[name] != found.get(name)]
@@ -52,24 +73,26 @@ def check_identity(expected: dict[str, str], found: dict[str, str], what: str) -
         )
 
 
-def _weight_digests(model: nn.Module) -> tuple[str, str]:
+def _weight_digests(model: nn.Module, rounded: torch.dtype | None = None) -> tuple[str, str]:
     active = _active_adapters(model)
     base, adapters = hashlib.sha256(), hashlib.sha256()
     n_adapters = 0
     for name, tensor in sorted(model.state_dict(keep_vars=True).items(), key=lambda item: _base_name(item[0])):
         if _is_adapter(name):
             if any(f".{adapter}." in f"{name}." for adapter in active):
-                _feed(adapters, name, tensor)
+                _feed(adapters, name, tensor, None)
                 n_adapters += 1
         else:
-            _feed(base, _base_name(name), tensor)
+            _feed(base, _base_name(name), tensor, rounded)
     return base.hexdigest()[:16], adapters.hexdigest()[:16] if n_adapters else "none"
 
 
-def _feed(digest: Any, name: str, tensor: Tensor) -> None:
+def _feed(digest: Any, name: str, tensor: Tensor, rounded: torch.dtype | None) -> None:
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
-    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    if rounded is not None:
+        sample = sample.to(rounded)
+    digest.update(f"{name} {tuple(tensor.shape)} {sample.dtype}".encode())
     digest.update(sample.view(torch.uint8).numpy().tobytes())
 
 

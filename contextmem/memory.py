@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from contextmem.cache import SpanCache
 from contextmem.codec import Codec
 from contextmem.decoding import Decoding, Generation, decode
 from contextmem.dialogue import Dialogue, end_ids, ids_of, span
+from contextmem.eraser import KVEraser
 from contextmem.errors import (
     Cancelled,
     DependentsWarning,
@@ -33,6 +34,7 @@ from contextmem.errors import (
     KeyConflictWarning,
     MemoryBusy,
     MemoryClosed,
+    UnsupportedEdit,
 )
 from contextmem.events import Event, logger, record_of
 from contextmem.framing import framing_of
@@ -41,9 +43,10 @@ from contextmem.ledger import KINDS, STATES, Ledger, Segment
 from contextmem.loading import load_pretrained
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
-from contextmem.retraction import Edit, Method, choose, method_named
+from contextmem.retraction import Edit, Method, Plan, choose, method_named
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
+from contextmem.weights import eraser_for
 
 __all__ = ["Checkpoint", "ContextMemory"]
 
@@ -70,12 +73,22 @@ class ContextMemory:
         chunk_size: tokens a forward while prefilling; smaller needs less memory.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, system: str | None = None, *, chunk_size: int = CHUNK) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        system: str | None = None,
+        *,
+        eraser: KVEraser | str | os.PathLike[str] | None = "auto",
+        chunk_size: int = CHUNK,
+    ) -> None:
         """
         Args:
             model: a transformers causal language model.
             tokenizer: its tokenizer.
             system: system text; prefilled at once. None leaves what the chat template itself puts there.
+            eraser: what `retract` erases with: "auto" finds the weights that were trained for this model, if there are any,
+                when they are first needed; a `KVEraser`, a folder or a hub id names them; None switches erasing off.
             chunk_size: tokens a forward while prefilling.
 
         Raises:
@@ -91,6 +104,7 @@ class ContextMemory:
         self.model, self.tokenizer = model, tokenizer
         self.chunk_size = chunk_size
         self.backbone = Backbone.of(model)
+        self._eraser = _eraser_of(eraser, self.backbone)
         self._codec = Codec.of(tokenizer)
         self._framing = framing_of(self._codec)
         self._end_ids = end_ids(self.backbone, self._codec, self._framing)
@@ -273,9 +287,13 @@ class ContextMemory:
             rivals = state.ledger.select(state.ledger.content(), key=key, state="live") if key is not None else ()
             if rivals and on_conflict == "replace":
                 self._warn_of_dependents(state, rivals)
+                held = (
+                    state.view()
+                )  # another reader: the edit works on a copy, and `state` stays whole if the text fails
                 edit = self._edit(state, rivals, step=self._step(None))
                 method = choose(edit)[0]
-                plan, state = method.plan(edit), method.apply(edit)
+                plan, state = method.plan(edit), method.apply(edit).landed()
+                held.cache.release()
             opening = self._dialogue.opened(state.ledger)
             segment = span(self._new_id(), kind, ids, text=text, **fields)
             spans = (*opening, *self._dialogue.placed(segment))
@@ -528,7 +546,7 @@ class ContextMemory:
                 segments=tuple(segment.id for segment in targets) if removes else (),
                 tokens_removed=edit.n_removed if removes else 0,
                 tokens_recomputed=plan.tokens if removes else 0,
-                tokens_reused=base.n_slots - plan.tokens - edit.n_removed if removes else base.n_slots,
+                tokens_reused=_n_reused(edit, plan) if removes else base.n_slots,
                 seconds=self._estimate(plan.tokens),
                 dependents=derived,
                 forced_by=targets[0].id if removes and plan.tokens else None,
@@ -536,14 +554,12 @@ class ContextMemory:
             )
             if dry_run:
                 return report
-            started = time.perf_counter()
-            with Progress("recompute", plan.tokens, report.tokens_reused, progress) as bar:
-                next_state = chosen.apply(self._edit(base, targets, step=self._step(bar)))
-            report = replace(report, seconds=time.perf_counter() - started)
-            self._note_speed(plan.tokens, report.seconds)
             if removes and not cascade:
                 self._warn_of_dependents(base, targets)
-            self._commit(next_state)
+            seconds = self._take(
+                lambda step: chosen.apply(self._edit(base, targets, step)), plan.tokens, report.tokens_reused, progress
+            )
+            report = replace(report, seconds=seconds)
             self._log(
                 "retract" if removes else "instruct",
                 targets,
@@ -584,13 +600,14 @@ class ContextMemory:
             )
             start = min(old.start, base.exact_slots)
             ledger = base.ledger.swapped(old.id, new).without_erased()
-            started = time.perf_counter()
             n_recomputed = ledger.n_slots - start - len(ids)
-            with Progress("recompute", ledger.n_slots - start, start, progress) as bar:
-                step = self._step(bar)
-                next_state = rebuilt(self.backbone, base, ledger, start, chunk=self.chunk_size, step=step)
             self._warn_of_dependents(base, (old,))
-            self._commit(next_state)
+            seconds = self._take(
+                lambda step: rebuilt(self.backbone, base, ledger, start, chunk=self.chunk_size, step=step),
+                ledger.n_slots - start,
+                start,
+                progress,
+            )
             self._log(
                 "replace", (old, new), method="recompute", guarantee="exact", tokens_computed=ledger.n_slots - start
             )
@@ -603,7 +620,7 @@ class ContextMemory:
                 tokens_removed=old.n_tokens,
                 tokens_recomputed=n_recomputed,
                 tokens_reused=start,
-                seconds=time.perf_counter() - started,
+                seconds=seconds,
                 dependents=provenance.dependents(base.ledger, [old.id]),
                 forced_by=old.id if n_recomputed else None,
                 segment=self._state.ledger.by_id[new.id],
@@ -618,10 +635,9 @@ class ContextMemory:
             edit = self._edit(base, ())
             recompute = method_named("recompute")
             plan = recompute.plan(edit)
-            started = time.perf_counter()
-            with Progress("recompute", plan.tokens, base.exact_slots, progress) as bar:
-                next_state = recompute.apply(self._edit(base, (), step=self._step(bar)))
-            self._commit(next_state)
+            seconds = self._take(
+                lambda step: recompute.apply(self._edit(base, (), step)), plan.tokens, base.exact_slots, progress
+            )
             self._log("settle", (), method="recompute", guarantee="exact", tokens_computed=plan.tokens)
             return Report(
                 method="recompute",
@@ -630,7 +646,7 @@ class ContextMemory:
                 guarantee="exact",
                 tokens_recomputed=plan.tokens,
                 tokens_reused=base.exact_slots,
-                seconds=time.perf_counter() - started,
+                seconds=seconds,
             )
 
     def verify(self, *, progress: ProgressCallback | None = None) -> numerics.Verification:
@@ -762,9 +778,21 @@ class ContextMemory:
         finally:
             self._busy.release()
 
+    def _take(
+        self, compute: Callable[[Any], State], n_tokens: int, reused: int, progress: ProgressCallback | None
+    ) -> float:
+        """Compute the next state of an edit and take it over; returns seconds."""
+        started = time.perf_counter()
+        with Progress("recompute", n_tokens, reused, progress) as bar:
+            next_state = compute(self._step(bar))
+        self._commit(next_state)
+        seconds = time.perf_counter() - started
+        self._note_speed(n_tokens, seconds)
+        return seconds
+
     def _commit(self, state: State) -> None:
         state.check()
-        self._state = state
+        self._state = state.landed()
 
     def _log(self, operation: str, segments: Iterable[Segment], **details: Any) -> None:
         records = tuple(record_of(s) for s in segments if s.kind != "frame")
@@ -810,6 +838,7 @@ class ContextMemory:
             codec=self._codec,
             new_id=self._new_id,
             chunk=self.chunk_size,
+            eraser=self._eraser,
             step=step,
         )
 
@@ -844,6 +873,35 @@ class ContextMemory:
     def _note_speed(self, n_tokens: int, seconds: float | None) -> None:
         if n_tokens >= 32 and seconds:
             self.backbone.tokens_per_second = n_tokens / seconds
+
+
+def _eraser_of(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
+    """What gives the eraser when it is needed."""
+    if isinstance(option, KVEraser):
+        return lambda: option
+    if option is not None and option != "auto" and not isinstance(option, str | os.PathLike):
+        raise InvalidInput(f"eraser must be 'auto', a KVEraser, a folder, a hub id or None, not {option!r}.")
+    if option not in (None, "auto"):
+        named = KVEraser.from_pretrained(os.fspath(option))
+        return lambda: named
+
+    def find() -> KVEraser:
+        found = eraser_for(backbone) if option == "auto" else None
+        if found is None:
+            why = (
+                "no eraser was trained for this model" if option == "auto" else "erasing is switched off (eraser=None)"
+            )
+            raise UnsupportedEdit(
+                f"{why}. Train one with 'contextmem train eraser' or pass eraser=. Nothing was changed."
+            )
+        return found
+
+    return find
+
+
+def _n_reused(edit: Edit, plan: Plan) -> int:
+    """Slots whose KV an edit keeps."""
+    return edit.state.n_slots - edit.n_removed - (0 if plan.in_place else plan.tokens)
 
 
 def _n_tokens(spans: Iterable[Segment]) -> int:

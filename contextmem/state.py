@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from contextmem.backbone import CHUNK, Backbone
-from contextmem.cache import SpanCache
+from contextmem.cache import Slots, SpanCache
 from contextmem.errors import ContextOverflow, InconsistentState
 from contextmem.ledger import Ledger, Segment
 
@@ -26,11 +26,14 @@ class State:
         cache: the KV of those slots.
         exact_slots: leading slots whose keys, values and positions are those of a context rebuilt from the token log,
             up to numeric noise. Always a span's edge.
+        patches: keys and values to be written over the slots from a first one on when the state is taken over, see `landed`;
+            until then the state before it is whole.
     """
 
     ledger: Ledger
     cache: SpanCache
     exact_slots: int = 0
+    patches: tuple[tuple[int, Slots], ...] = ()
 
     @property
     def n_slots(self) -> int:
@@ -45,6 +48,21 @@ class State:
     def view(self) -> State:
         """The same state with a cache object of its own; no tensor is copied."""
         return State(self.ledger, self.cache.view(), self.exact_slots)
+
+    def landed(self) -> State:
+        """This state with its patches written, in place unless another state reads those slots; all of them or none."""
+        if not self.patches:
+            return self
+        cache = self.cache.owned(self.patches[0][0])
+        before = [(start, cache.read(start, start + slots[0][0].shape[-2])) for start, slots in self.patches]
+        try:
+            for start, slots in self.patches:
+                cache.write(start, slots)
+        except BaseException:
+            for start, slots in before:
+                cache.write(start, slots)
+            raise
+        return State(self.ledger, cache, self.exact_slots)
 
     def check(self) -> None:
         """Raise `InconsistentState` unless log, spans and cache agree in every layer. Cheap."""

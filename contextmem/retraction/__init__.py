@@ -1,13 +1,15 @@
 """Retraction: one file a method, one protocol, one registry."""
 
-from contextmem.retraction import crop, delete_and_shift, instruct, mask, recompute, suffix_repair
+from contextmem.retraction import crop, delete_and_shift, instruct, kveraser, mask, recompute, suffix_repair
 from contextmem.retraction.auto import choose
 from contextmem.retraction.base import METHODS, Edit, Method, Plan, method_named, register
+from contextmem.retraction.kveraser import KVErase
 from contextmem.retraction.suffix_repair import SuffixRepair
 
 __all__ = [
     "METHODS",
     "Edit",
+    "KVErase",
     "Method",
     "Plan",
     "SuffixRepair",
@@ -15,6 +17,7 @@ __all__ = [
     "crop",
     "delete_and_shift",
     "instruct",
+    "kveraser",
     "mask",
     "method_named",
     "recompute",

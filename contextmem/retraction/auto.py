@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from contextmem.errors import IdentityMismatch, UnsupportedEdit
 from contextmem.retraction.base import METHODS, Edit, Method
 
 __all__ = ["choose"]
 
 
 def choose(edit: Edit) -> tuple[Method, str]:
-    """The exact method that costs least, and why: the tail is cut, anything else is recomputed."""
+    """Cut the tail; else erase, if an eraser fits and computes less than recomputing would; else recompute. And why."""
     if edit.is_tail:
         return METHODS["crop"], "the span is the tail: nothing has seen it, so it is cut"
     tokens = METHODS["recompute"].plan(edit).tokens
-    return METHODS["recompute"], f"{tokens:,} tokens after the span have seen it: recomputing them is exact"
+    exact = f"{tokens:,} tokens after the span have seen it: recomputing them is exact"
+    if tokens <= edit.n_removed:
+        return METHODS["recompute"], f"{exact} and costs less than erasing {edit.n_removed:,}"
+    if edit.frames:
+        return METHODS["recompute"], f"{exact}; a turn of the dialogue is not erased but removed"
+    try:
+        METHODS["kveraser"].plan(edit)
+    except (UnsupportedEdit, IdentityMismatch) as refusal:
+        why = str(refusal).partition(". ")[0].removesuffix(".")
+        return METHODS["recompute"], f"{exact}; not erased: {why}"
+    return METHODS[
+        "kveraser"
+    ], f"erasing computes {edit.n_removed:,} tokens, recomputing {tokens:,}; settle() makes it exact"

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
+from contextmem.eraser import KVEraser
 from contextmem.errors import InvalidInput
 from contextmem.ledger import Segment, complement, slot_ranges
 from contextmem.state import State
@@ -27,6 +28,7 @@ class Edit:
         backbone, codec: the model and its tokenizer.
         new_id: makes ids for segments that a method adds.
         chunk: tokens a forward when something is prefilled again.
+        eraser: the memory's eraser; raises `UnsupportedEdit` if it has none.
         step: progress, called with tokens done; may raise to cancel.
     """
 
@@ -37,6 +39,7 @@ class Edit:
     codec: Codec
     new_id: Callable[[], str]
     chunk: int
+    eraser: Callable[[], KVEraser]
     step: Callable[[int], None] | None = None
 
     @property
@@ -48,6 +51,11 @@ class Edit:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Slots that go, sorted and merged."""
         return slot_ranges((*self.targets, *self.frames))
+
+    def ids_between(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids of the spans in some slots."""
+        spans = [span for span in self.state.ledger.spans if start <= span.start and span.stop <= stop]
+        return tuple(token for span in spans for token in span.token_ids)
 
     @cached_property
     def kept(self) -> tuple[tuple[int, int], ...]:
@@ -84,12 +92,14 @@ class Plan:
         tokens: tokens to compute (again, or for the first time in the case of an instruction).
         guarantee: "exact" (as if never seen), "approximate" (later segments keep traces) or "none".
         why: one line for the report, if there is something to say.
+        in_place: whether `tokens` are those of the span itself, whose slots stay in use.
     """
 
     method: str
     tokens: int
     guarantee: str
     why: str = ""
+    in_place: bool = False
 
 
 class Method(Protocol):

@@ -1,0 +1,339 @@
+"""KVEraser: steering KV that stands where a segment stood, so that what follows reads as if it had never been there.
+
+Source: KVEraser (arXiv 2606.17034). For a context p + e + s, the erase pass runs e once through the adapter-carrying
+backbone over KV(p), at the positions e has; the KV it computes takes e's place, and p and s stay bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from contextmem.adapters import Adapter, FullCopy, LoraAdapter, default_targets
+from contextmem.arguments import check_choice
+from contextmem.backbone import Backbone
+from contextmem.cache import Slots, SpanCache
+from contextmem.errors import IdentityMismatch, InvalidInput, ModelUnavailable, StorageError, UnsupportedEdit
+from contextmem.identity import active_adapters, backbone_identity
+
+__all__ = ["CONDITIONINGS", "EraserConfig", "KVEraser"]
+
+CONDITIONINGS = ("prefix", "none", "query", "suffix")
+SUFFIX_SHARE = 0.15  # of the suffix, seen by an eraser with conditioning "suffix"
+
+_CONFIG = "eraser_config.json"
+
+
+@dataclass(frozen=True)
+class EraserConfig:
+    """What an eraser is, beside its weights.
+
+    Attributes:
+        adapter: "lora" (low-rank matrices on the frozen backbone) or "full" (a trained copy of it).
+        conditioning: what the erase pass attends to beside e itself: "prefix" (KV(p), the paper's choice), "none",
+            "query" (KV(p) and the question, which must be known) or "suffix" (KV(p) and the first 15 % of KV(s)).
+        max_span_tokens: longest span to erase in one go; beyond what was trained, quality is not known.
+        base_model: name of the model it was trained for.
+        identity: see `identity.backbone_identity`; empty for published adapters, which do not say.
+        training: how it was trained, for the reader.
+    """
+
+    adapter: str = "lora"
+    conditioning: str = "prefix"
+    max_span_tokens: int = 512
+    base_model: str = ""
+    identity: dict[str, str] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choice("adapter", self.adapter, ("lora", "full"))
+        check_choice("conditioning", self.conditioning, CONDITIONINGS)
+
+
+class KVEraser:
+    """Learned erasing for one model: a configuration and weights, attached to the model only during the erase pass.
+
+    Made by `from_pretrained` (a folder or a hub id) or `untrained`. An untrained eraser computes what the model computed
+    when the span was prefilled, so it erases nothing; `contextmem.training` trains one.
+
+    Attributes:
+        config: what it is.
+    """
+
+    def __init__(self, config: EraserConfig, *, lora: Any = None, weights: dict[str, Tensor] | None = None) -> None:
+        self.config = config
+        self._lora, self._weights = lora, weights
+        self._adapters: WeakKeyDictionary[Any, Adapter] = WeakKeyDictionary()
+
+    @classmethod
+    def untrained(
+        cls,
+        model: Any,
+        *,
+        adapter: str = "lora",
+        conditioning: str = "prefix",
+        rank: int = 16,
+        alpha: int = 32,
+        targets: Sequence[str] | None = None,
+        max_span_tokens: int = 512,
+        seed: int = 0,
+    ) -> Self:
+        """A fresh eraser for `model`.
+
+        Args:
+            adapter, conditioning, max_span_tokens: see `EraserConfig`.
+            rank, alpha: of the LoRA matrices.
+            targets: names of the modules to adapt; default: the attention projections.
+            seed: of the initial weights.
+        """
+        backbone = Backbone.of(model)
+        core = backbone.core
+        config = EraserConfig(
+            adapter=adapter,
+            conditioning=conditioning,
+            max_span_tokens=max_span_tokens,
+            base_model=str(getattr(core, "name_or_path", "") or ""),
+            identity=backbone_identity(backbone),
+        )
+        eraser = cls(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if adapter == "full":
+                eraser._adapters[core] = FullCopy.untrained(core)
+            else:
+                eraser._lora = _lora_config(rank, alpha, list(targets or default_targets(core)))
+                eraser._adapters[core] = LoraAdapter.untrained(core, eraser._lora)
+        return eraser
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> Self:
+        """An eraser from a local folder or a hub id: what `save_pretrained` wrote, or any LoRA in PEFT's layout.
+
+        Raises:
+            ModelUnavailable: there is nothing by that name.
+            StorageError: the files are not an eraser's.
+        """
+        folder = _folder_of(str(name))
+        try:
+            config = EraserConfig(**json.loads((folder / _CONFIG).read_text())) if (folder / _CONFIG).exists() else None
+            if config is not None and config.adapter == "full":
+                return cls._full_from(folder, config)
+            return cls._lora_from(folder, config)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise StorageError(f"{name} holds no eraser that can be read: {error}") from error
+
+    @classmethod
+    def _lora_from(cls, folder: Path, config: EraserConfig | None) -> Self:
+        from peft import LoraConfig
+        from safetensors.torch import load_file
+
+        lora = LoraConfig.from_pretrained(str(folder))
+        if not isinstance(lora, LoraConfig):
+            raise StorageError(f"{folder} holds an adapter of type {lora.peft_type}, not a LoRA.")
+        weights = load_file(folder / "adapter_model.safetensors")
+        return cls(config or EraserConfig(base_model=lora.base_model_name_or_path or ""), lora=lora, weights=weights)
+
+    @classmethod
+    def _full_from(cls, folder: Path, config: EraserConfig) -> Self:
+        from transformers import AutoModelForCausalLM
+
+        eraser = cls(config)
+        eraser._full = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().requires_grad_(False)
+        return eraser
+
+    _full: Any = None
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
+        """Write configuration and weights in PEFT's layout (for a full copy: transformers'), weights as `dtype`.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            if self._adapters:
+                next(iter(self._adapters.values())).save(place, dtype)
+            else:
+                self._save_unused(place, dtype)
+            (place / _CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+        except OSError as error:
+            raise StorageError(f"the eraser cannot be written to {place}: {error}") from error
+
+    def _save_unused(self, place: Path, dtype: torch.dtype) -> None:
+        """One that was loaded and has met no model yet."""
+        from safetensors.torch import save_file
+
+        if self._full is not None:
+            FullCopy(self._full).save(place, dtype)
+        elif self._weights is not None:
+            self._lora.save_pretrained(str(place))
+            save_file(
+                {name: tensor.to(dtype).contiguous() for name, tensor in self._weights.items()},
+                place / "adapter_model.safetensors",
+                metadata={"format": "pt"},
+            )
+
+    def adapter_for(self, backbone: Backbone) -> Adapter:
+        """The weights, ready to be attached to this model.
+
+        Raises:
+            IdentityMismatch: they belong to another model, or another set of active adapters; the message names both.
+        """
+        core = backbone.core
+        adapter = self._adapters.get(core)
+        if adapter is None:
+            self._check_names(backbone, backbone_identity(backbone))
+            if self._full is not None:
+                adapter = FullCopy(self._full)
+            elif self._weights is not None:
+                adapter = LoraAdapter.of(core, self._lora, self._weights, f"the eraser for {self.config.base_model!r}")
+            else:
+                raise IdentityMismatch(
+                    "this eraser was made for a model that is loaded no more. Nothing was changed.",
+                    expected={},
+                    found={},
+                )
+            self._adapters[core] = adapter
+        self._check_adapters(core)
+        return adapter
+
+    def fits(self, backbone: Backbone) -> bool:
+        """Whether it was trained for this model; active adapters of the user's are checked when erasing."""
+        expected = self.config.identity
+        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
+        if any(expected.get(name) != value for name, value in shape.items()):
+            return False
+        try:
+            self._check_names(backbone, backbone_identity(backbone))
+        except IdentityMismatch:
+            return False
+        return True
+
+    def _check_names(self, backbone: Backbone, found: dict[str, str]) -> None:
+        expected = self.config.identity
+        here = getattr(backbone.core, "name_or_path", "") or type(backbone.core).__name__
+        left_out = {"adapters", "weights_bfloat16" if backbone.dtype == torch.float16 else "weights_float16"}
+        differing = [name for name in expected if name not in left_out and expected[name] != found.get(name)]
+        if not expected and _differ(self.config.base_model, getattr(backbone.core, "name_or_path", "")):
+            differing = ["name"]
+        if differing:
+            raise IdentityMismatch(
+                f"this eraser was trained for {self.config.base_model or 'another model'!r}, the model loaded is {here!r} "
+                f"(differing: {', '.join(differing)}). Nothing was changed.",
+                expected=expected or {"name": self.config.base_model},
+                found={**found, "name": here},
+            )
+
+    def _check_adapters(self, core: Any) -> None:
+        expected, found = self.config.identity.get("adapters", "none"), active_adapters(core)
+        if expected != found:
+            raise IdentityMismatch(
+                f"this eraser was trained with active adapters {expected!r}, the model has {found!r}: the KV it would write "
+                f"is another model's. Disable the adapter or train an eraser with it. Nothing was changed.",
+                expected={"adapters": expected},
+                found={"adapters": found},
+            )
+
+    def steer(
+        self,
+        backbone: Backbone,
+        cache: SpanCache,
+        spans: Sequence[tuple[int, Sequence[int]]],
+        question: Sequence[int] = (),
+        *,
+        chunk: int = 1024,
+        step: Callable[[int], None] | None = None,
+    ) -> list[Slots]:
+        """The steering KV for each span, computed over the prefix with the earlier spans erased already.
+
+        Args:
+            cache: an `owned` cache; written to for the time of the call, and bit for bit as it was afterwards.
+            spans: first slot and token ids of every span, in order.
+            question: ids of the question, for conditioning "query".
+            chunk: tokens a forward.
+            step: called with tokens done; may raise to cancel.
+
+        Raises:
+            IdentityMismatch: see `adapter_for`.
+            InvalidInput: conditioning "query" and no question.
+            UnsupportedEdit: conditioning on later positions, and the model has sliding-window layers.
+        """
+        adapter = self.adapter_for(backbone)
+        before = [cache.read(start, start + len(ids)) for start, ids in spans]
+        steering: list[Slots] = []
+        done = 0
+        with backbone.lock:
+            try:
+                for start, ids in spans:
+                    if step is not None:
+                        step(done)
+                    seen = self._seen(backbone, cache, start, start + len(ids), question)
+                    with adapter.attached(backbone.core) as core:
+                        Backbone.of(core).prefill(ids, seen, chunk=chunk)
+                    steering.append(seen.read(seen.n_slots - len(ids), seen.n_slots))
+                    cache.write(start, steering[-1])
+                    done += len(ids)
+                return steering
+            finally:
+                for (start, _), slots in zip(spans, before, strict=True):
+                    cache.write(start, slots)
+
+    def _seen(self, backbone: Backbone, cache: SpanCache, start: int, stop: int, question: Sequence[int]) -> SpanCache:
+        """What the erase pass of the span attends to, as a cache that continues at the span's first position."""
+        conditioning = self.config.conditioning
+        if conditioning == "prefix":
+            return cache.over(start, stop)
+        if conditioning != "none" and backbone.has_sliding_layers:
+            raise UnsupportedEdit(
+                f"conditioning {conditioning!r} lets a span see later positions, which sliding-window layers mask out. "
+                f"Nothing was changed."
+            )
+        if conditioning == "none":
+            seen = backbone.new_cache()
+        elif conditioning == "suffix":
+            seen = cache.select(((0, start), (stop, stop + ceil(SUFFIX_SHARE * (cache.n_slots - stop)))))
+        else:
+            if not question:
+                raise InvalidInput(
+                    "this eraser is conditioned on the question: pass KVErase(question=...). Nothing was changed."
+                )
+            asked = cache.view()
+            backbone.prefill(question, asked)
+            seen = asked.select(((0, start), (cache.n_slots, asked.n_slots)))
+        seen.next_position = int(cache.positions[start])
+        return seen
+
+
+def _lora_config(rank: int, alpha: int, targets: list[str]) -> Any:
+    from peft import LoraConfig
+
+    if rank < 1 or alpha <= 0:
+        raise InvalidInput(f"rank and alpha must be positive, not {rank} and {alpha}.")
+    return LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def _folder_of(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelUnavailable(f"the eraser {name!r} is no folder and cannot be fetched: {error}") from error
+
+
+def _differ(there: str, here: str) -> bool:
+    """Whether two model names surely name different models: a local copy may have any folder, so the last part counts."""
+    last = [name.rstrip("/").rpartition("/")[2].lower() for name in (there, here)]
+    return all(last) and last[0] != last[1]

@@ -1,0 +1,1 @@
+"""Training of the learned parts: samples, the objective, and the trainer."""

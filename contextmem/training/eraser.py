@@ -1,0 +1,195 @@
+"""Training an eraser in two stages: span-neighbour recitation, then needles and distractors."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contextmem.backbone import Backbone
+from contextmem.codec import Codec
+from contextmem.eraser import KVEraser
+from contextmem.errors import InvalidInput
+from contextmem.framing import framing_of
+from contextmem.training.objective import EraserObjective
+from contextmem.training.prose import TRAIN, prose_of
+from contextmem.training.samples import Layout, Source
+from contextmem.training.samples.distractor_qa import DistractorQaSource, questions_of
+from contextmem.training.samples.niah import NiahSource
+from contextmem.training.samples.span_neighbour import SpanNeighbourSource
+from contextmem.training.trainer import Samples, Stage, fit
+
+__all__ = ["TrainingPlan", "train_eraser"]
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that determines a training run, together with the model. Files hold the same names (TOML).
+
+    Attributes:
+        text: files or folders of background text; none: half of the topics of Python's language reference.
+        qa: JSONL files for distractor QA; none leaves it out.
+        adapter, conditioning, rank, alpha, targets: see `KVEraser.untrained`.
+        stage1_steps, stage2_steps: optimizer steps of span-neighbour pre-training, and of needles and distractors.
+        contexts_per_step: contexts whose gradients are added up in one step.
+        lr, stage2_lr: peak learning rates.
+        qa_share: share of distractor QA among the contexts of stage 2.
+        recall_share: share of span-neighbour samples among the contexts of stage 2.
+        sizes: (tokens, weight) of needle contexts.
+        max_span_tokens: longest span that the eraser will take; spans of up to 300 tokens are trained.
+        seed: of initial weights and samples.
+    """
+
+    text: tuple[str, ...] = ()
+    qa: tuple[str, ...] = ()
+    adapter: str = "lora"
+    conditioning: str = "prefix"
+    rank: int = 16
+    alpha: int = 32
+    targets: tuple[str, ...] = ()
+    stage1_steps: int = 150
+    stage2_steps: int = 250
+    contexts_per_step: int = 2
+    lr: float = 1e-3
+    stage2_lr: float = 1e-3
+    qa_share: float = 0.2
+    recall_share: float = 0.15
+    sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
+    max_span_tokens: int = 512
+    seed: int = 42
+
+    @classmethod
+    def read(cls, path: str | Path | None, changes: Mapping[str, Any]) -> TrainingPlan:
+        """A plan from a TOML file, with `changes` that are not None on top.
+
+        Raises:
+            InvalidInput: the file cannot be read, or holds a name that a plan has not.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text()) if path is not None else {}
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise InvalidInput(f"the configuration {path} cannot be read: {error}") from None
+        values |= {name: value for name, value in changes.items() if value not in (None, [], ())}
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InvalidInput(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+        return cls(**{name: _frozen(value) for name, value in values.items()})
+
+    def stages(self) -> tuple[Stage, Stage]:
+        """The two runs."""
+        qa = self.qa_share if self.qa else 0.0
+        second = {"niah": 1 - qa - self.recall_share, "distractor_qa": qa, "span_neighbour": self.recall_share}
+        return (
+            Stage("stage-1", self.stage1_steps, self.contexts_per_step, self.lr, {"span_neighbour": 1.0}),
+            Stage("stage-2", self.stage2_steps, self.contexts_per_step, self.stage2_lr, second),
+        )
+
+
+def train_eraser(model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | Path) -> KVEraser:
+    """Train an eraser for `model` and save it in `folder`/eraser; stage 1 alone is in `folder`/stage-1/eraser.
+
+    A run that was stopped goes on from its last checkpoint when it is started again with the same plan and folder.
+
+    Args:
+        model: frozen here; bfloat16 trains at twice the speed of float32, and the eraser fits both.
+
+    Raises:
+        InvalidInput: `folder` holds a run with another plan.
+    """
+    folder = Path(folder)
+    _claim(folder, plan)
+    model.eval().requires_grad_(False)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    backbone, codec = Backbone.of(model), Codec.of(tokenizer)
+    layout = Layout(codec, framing_of(codec))
+    eraser = KVEraser.untrained(
+        model,
+        adapter=plan.adapter,
+        conditioning=plan.conditioning,
+        rank=plan.rank,
+        alpha=plan.alpha,
+        targets=plan.targets or None,
+        max_span_tokens=plan.max_span_tokens,
+        seed=plan.seed,
+    )
+    adapter = eraser.adapter_for(backbone)
+    adapter.module.requires_grad_(True)
+    objective = EraserObjective(backbone, adapter, plan.conditioning)
+    sources = _sources(plan)
+    logs: dict[str, list[dict[str, Any]]] = {}
+    for stage in plan.stages():
+        if stage.steps:
+            n = stage.steps * stage.contexts_per_step
+            samples = Samples(layout, sources, stage.mix, n, f"{plan.seed}-{stage.name}")
+            logs[stage.name] = fit(objective, samples, stage, folder / stage.name, seed=plan.seed)
+            _described(eraser, plan, logs).save_pretrained(folder / stage.name / "eraser")
+    trained = _described(eraser, plan, logs)
+    trained.save_pretrained(folder / "eraser")
+    _plot(logs, folder / "loss.png")
+    return trained
+
+
+def _sources(plan: TrainingPlan) -> dict[str, Source]:
+    prose = prose_of(*plan.text, part=None if plan.text else TRAIN)
+    sources: dict[str, Source] = {
+        "span_neighbour": SpanNeighbourSource(prose),
+        "niah": NiahSource(prose, sizes=plan.sizes),
+    }
+    if plan.qa:
+        sources["distractor_qa"] = DistractorQaSource(questions_of(*plan.qa))
+    return sources
+
+
+def _described(eraser: KVEraser, plan: TrainingPlan, logs: Mapping[str, Any]) -> KVEraser:
+    """The eraser with a record of its training."""
+    settings = asdict(plan)
+    settings["text"], settings["qa"] = ([Path(p).name for p in paths] for paths in (plan.text, plan.qa))
+    settings["contexts"] = {
+        stage.name: stage.steps * stage.contexts_per_step for stage in plan.stages() if stage.name in logs
+    }
+    eraser.config = replace(eraser.config, training=settings)
+    return eraser
+
+
+def _claim(folder: Path, plan: TrainingPlan) -> None:
+    """Bind the folder to the plan, so that a resumed run cannot mix two."""
+    record, text = folder / "plan.json", json.dumps(asdict(plan), indent=2)
+    if record.exists() and record.read_text() != text:
+        raise InvalidInput(
+            f"{folder} holds a run with another plan: choose another folder, or the settings in {record}."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(text)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _plot(logs: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(logs), figsize=(5.5 * len(logs), 3.6), layout="constrained", squeeze=False)
+    for axis, (name, history) in zip(axes[0], logs.items(), strict=True):
+        points = [(row["step"], row["loss"]) for row in history if "loss" in row]
+        axis.plot(*zip(*points, strict=True), color="0.75", linewidth=1)
+        smooth = [
+            sum(v for _, v in points[max(0, i - 4) : i + 1]) / len(points[max(0, i - 4) : i + 1])
+            for i in range(len(points))
+        ]
+        axis.plot([step for step, _ in points], smooth)
+        axis.set(
+            title=name, xlabel="optimizer steps", ylabel="cross-entropy of the answer, nats a token", ylim=(0, None)
+        )
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

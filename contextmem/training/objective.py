@@ -1,0 +1,110 @@
+"""The loss of an eraser: cross-entropy of the answer through the edited cache.
+
+Source: KVEraser (arXiv 2606.17034). The context is prefilled once without gradient. For every erasure, gradient flows from
+the answer's tokens, read by the frozen model, through the steering KV into the eraser and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contextmem.adapters import Adapter
+from contextmem.backbone import Backbone
+from contextmem.cache import Slots, SpanCache
+from contextmem.eraser import SUFFIX_SHARE
+from contextmem.training.passes import answer_logits, joined, steering
+from contextmem.training.samples.base import Erasure, Sample
+
+__all__ = ["EraserObjective"]
+
+
+class EraserObjective(nn.Module):
+    """One module whose forward takes a sample and returns its loss, so that data-parallel wrappers work.
+
+    Its parameters are the eraser's alone; the frozen model is held outside the module tree.
+    """
+
+    def __init__(self, backbone: Backbone, adapter: Adapter, conditioning: str = "prefix") -> None:
+        super().__init__()
+        self.eraser = adapter.module
+        self._held = (backbone, adapter)
+        self.conditioning = conditioning
+        self.seen = self.kept = 0
+
+    def forward(self, sample: Sample) -> dict[str, Tensor]:
+        """The mean loss over the erasures that pass the sample's check; zero, with a gradient of zero, if none does."""
+        backbone, _ = self._held
+        with torch.no_grad():
+            context = _prefilled(backbone, sample.context)
+            erasures = self._checked(sample, context)
+        self.seen += len(sample.erasures)
+        self.kept += len(erasures)
+        losses = [self._loss(sample, context, erasure) for erasure in erasures]
+        if not losses:
+            return {"loss": sum((p.sum() * 0.0 for p in self.eraser.parameters()), torch.zeros(()))}
+        return {"loss": torch.stack(losses).mean()}
+
+    def _loss(self, sample: Sample, context: SpanCache, erasure: Erasure) -> Tensor:
+        backbone, adapter = self._held
+        start, stop, n = erasure.start, erasure.stop, context.n_slots
+        with torch.no_grad():
+            seen = _seen(backbone, context, erasure, self.conditioning)
+        with adapter.attached(backbone.core) as core:
+            steered = steering(core, backbone, seen, sample.context[start:stop], start)
+        edited = joined([_slots(context, 0, start), steered, _slots(context, stop, n)])
+        logits = answer_logits(backbone, edited, n, erasure.question, erasure.answer)
+        return F.cross_entropy(logits, torch.tensor(erasure.answer, device=logits.device))
+
+    def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:
+        if sample.check == "none":
+            return sample.erasures
+        backbone, _ = self._held
+        whole = _prefilled(backbone, sample.clean) if sample.clean is not None else None
+        kept = []
+        for erasure in sample.erasures:
+            if sample.check == "clean_and_misled" and says(backbone, context, erasure):
+                continue
+            without = whole or _prefilled(backbone, sample.context[erasure.stop :], context.view(erasure.start))
+            if says(backbone, without, erasure):
+                kept.append(erasure)
+        return kept
+
+
+def says(backbone: Backbone, context: SpanCache, erasure: Erasure) -> bool:
+    """Whether greedy decoding over `context` gives exactly the erasure's answer."""
+    asked = context.view()
+    ids = [*erasure.question, *erasure.answer[:-1]]
+    logits = backbone.forward(ids, asked, all_logits=True)[-len(erasure.answer) :]
+    asked.release()
+    return logits.argmax(-1).tolist() == list(erasure.answer)
+
+
+def _prefilled(backbone: Backbone, ids: Sequence[int], cache: SpanCache | None = None) -> SpanCache:
+    cache = cache or backbone.new_cache()
+    if ids:
+        backbone.prefill(ids, cache)
+    return cache
+
+
+def _seen(backbone: Backbone, context: SpanCache, erasure: Erasure, conditioning: str) -> Slots:
+    """What the erase pass attends to, see `KVEraser`."""
+    start, stop, n = erasure.start, erasure.stop, context.n_slots
+    if conditioning == "none":
+        return [(k[:, :, :0], v[:, :, :0]) for k, v in _slots(context, 0, n)]
+    prefix = _slots(context, 0, start)
+    if conditioning == "suffix":
+        return joined([prefix, _slots(context, stop, stop + ceil(SUFFIX_SHARE * (n - stop)))])
+    if conditioning == "query":
+        asked = context.view()
+        backbone.prefill(erasure.question, asked)
+        return joined([prefix, _slots(asked, n, asked.n_slots)])
+    return prefix
+
+
+def _slots(cache: SpanCache, start: int, stop: int) -> Slots:
+    return [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in cache.layers]

@@ -1,0 +1,60 @@
+"""Forward passes under gradient: concatenating caches, because buffers written in place break the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from contextmem.backbone import Backbone
+from contextmem.cache import Slots
+
+__all__ = ["answer_logits", "joined", "steering"]
+
+
+def steering(core: Any, backbone: Backbone, seen: Slots, ids: Sequence[int], position: int) -> Slots:
+    """The KV of `ids` at `position` and on, computed by `core` over what is `seen`; differentiable in its weights."""
+    cache = _cache_of(seen)
+    _run(core, backbone, ids, cache, position, 1)
+    n = len(ids)
+    return [(layer.keys[:, :, -n:], layer.values[:, :, -n:]) for layer in cache.layers]
+
+
+def answer_logits(
+    backbone: Backbone, context: Slots, position: int, question: Sequence[int], answer: Sequence[int]
+) -> Tensor:
+    """Logits, (len(answer), vocab), for every token of `answer` after `question` over `context`, teacher-forced."""
+    ids = [*question, *answer[:-1]]
+    logits = _run(backbone.core, backbone, ids, _cache_of(context), position, len(answer))
+    return logits[0].float()
+
+
+def joined(parts: Sequence[Slots]) -> Slots:
+    """Slots one after the other, layer by layer."""
+    return [
+        (torch.cat([k for k, _ in layer], dim=-2), torch.cat([v for _, v in layer], dim=-2))
+        for layer in zip(*parts, strict=True)
+    ]
+
+
+def _cache_of(slots: Slots) -> DynamicCache:
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(slots):
+        cache.update(keys, values, index)
+    return cache
+
+
+def _run(core: Any, backbone: Backbone, ids: Sequence[int], cache: DynamicCache, position: int, keep: int) -> Tensor:
+    where = torch.arange(position, position + len(ids), device=backbone.device)[None]
+    output = core(
+        input_ids=torch.tensor([list(ids)], device=backbone.device),
+        position_ids=where,
+        use_cache=True,
+        logits_to_keep=keep,
+        **{backbone.cache_argument: cache},
+    )
+    logits: Tensor = output.logits
+    return logits

@@ -1,0 +1,106 @@
+"""Distractor QA: a passage that gives a wrong answer stands among those that give the right one, and is erased.
+
+Source: KVEraser (arXiv 2606.17034), distractor QA. The misleading passage is the supporting one with its answer replaced by
+the answer to another question. Kept are questions that the model answers rightly without it and wrongly with it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contextmem.errors import InvalidInput
+from contextmem.training.samples.base import Erasure, Layout, Sample, register
+
+__all__ = ["DistractorQaSource", "Question", "questions_of"]
+
+_ASK = "\n\nAnswer with a few words only. {question}"
+_PREFIX = "The answer is:"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its answer, the passage that holds the answer, and other passages."""
+
+    question: str
+    answer: str
+    supporting: str
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DistractorQaSource:
+    """Contexts of a supporting passage, the misleading one, and up to `n_others` more.
+
+    Attributes:
+        questions: what is asked.
+        n_others: most passages beside the two.
+    """
+
+    questions: tuple[Question, ...]
+    n_others: int = 2
+    name: str = "distractor_qa"
+
+    def sample(self, layout: Layout, rng: random.Random) -> Sample:
+        asked = rng.choice(self.questions)
+        wrong = self._wrong_answer(asked, rng)
+        misleading = asked.supporting.replace(asked.answer, wrong) + "\n\n"
+        n_others = rng.randrange(min(self.n_others, len(asked.others)) + 1)
+        texts = [asked.supporting + "\n\n", misleading, *(t + "\n\n" for t in rng.sample(asked.others, n_others))]
+        rng.shuffle(texts)
+        context, spans = layout.context(texts)
+        question = layout.question(_ASK.format(question=asked.question), _PREFIX)
+        answer = layout.codec.encode(" " + asked.answer)
+        erasure = Erasure(*spans[texts.index(misleading)], question, answer, "qa")
+        return Sample(context, (erasure,), "clean_and_misled")
+
+    def _wrong_answer(self, asked: Question, rng: random.Random) -> str:
+        """The answer to another question, of the same kind (with or without digits) where there is one."""
+        others = [q.answer for q in self.questions if q.answer.lower() not in asked.supporting.lower()]
+        alike = [answer for answer in others if _has_digit(answer) == _has_digit(asked.answer)]
+        return rng.choice(alike or others)
+
+
+def questions_of(*paths: str | Path, longest: int = 1600) -> tuple[Question, ...]:
+    """Questions from JSONL files with records `{question, answers, documents: [{title, text, supporting}]}`.
+
+    Args:
+        longest: most characters of a passage; records whose supporting passage is longer are left out.
+
+    Raises:
+        InvalidInput: there is no such file, or no record that can be used.
+    """
+    found = [question for path in paths for question in _usable(_records(Path(path)), longest)]
+    if not found:
+        raise InvalidInput(
+            f"no question with a supporting passage that holds its answer in {', '.join(map(str, paths))}."
+        )
+    return tuple(found)
+
+
+def _records(path: Path) -> Iterable[dict[str, Any]]:
+    if not path.is_file():
+        raise InvalidInput(f"there is no file {path}.")
+    for line in path.read_text().splitlines():
+        yield json.loads(line)
+
+
+def _usable(records: Iterable[dict[str, Any]], longest: int) -> Iterable[Question]:
+    for record in records:
+        documents = [(d["supporting"], f"{d['title']}\n{d['text']}") for d in record["documents"]]
+        for answer in record["answers"][:1]:
+            holding = [t for supporting, t in documents if supporting and answer in t and len(t) <= longest]
+            if holding and 1 < len(answer) <= 40:
+                others = tuple(t for _, t in documents if answer not in t and len(t) <= longest)
+                yield Question(record["question"], answer, holding[0], others)
+
+
+def _has_digit(text: str) -> bool:
+    return any(character.isdigit() for character in text)
+
+
+register("distractor_qa", DistractorQaSource)

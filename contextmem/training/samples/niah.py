@@ -1,0 +1,114 @@
+"""Erasing NIAH: two needles with one key and different values; either is erased and the other must be answered.
+
+Source: KVEraser (arXiv 2606.17034), erasing needle in a haystack. A third needle with another key, asked after erasing one
+of the two, teaches what must not change.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from contextmem.training.needles import TRAIN_FORMS, Needle, new_key, new_value
+from contextmem.training.prose import Prose
+from contextmem.training.samples.base import Erasure, Layout, Sample, register
+
+__all__ = ["NiahSource"]
+
+_SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX = 0.5, 0.3, 0.7
+
+
+@dataclass(frozen=True)
+class NiahSource:
+    """Contexts of `sizes` tokens with needles in paragraphs of `prose`.
+
+    Attributes:
+        prose: background text.
+        sizes: (tokens, weight) pairs; a size is drawn between 0.6 and 1 times one of them.
+        longest_span: most tokens of an erased span, which is a needle alone or in a passage of its own.
+    """
+
+    prose: Prose
+    sizes: tuple[tuple[int, float], ...] = ((512, 0.5), (1024, 0.3), (2048, 0.12), (4096, 0.08))
+    longest_span: int = 300
+    name: str = "niah"
+
+    def sample(self, layout: Layout, rng: random.Random) -> Sample:
+        size = rng.choices([s for s, _ in self.sizes], weights=[w for _, w in self.sizes])[0]
+        n_tokens = int(rng.uniform(0.6, 1.0) * size)
+        form, key = rng.choice(TRAIN_FORMS), new_key(rng)
+        digits = rng.choice((2, 3, 4, 5, 5, 6, 7))
+        first, second = (Needle(form, key, new_value(rng, digits)) for _ in range(2))
+        if second.value == first.value:
+            second = Needle(form, key, str(int(first.value) + 1))
+        needles = [first, second]
+        if rng.random() < _SHARE_OTHER_KEY:
+            needles.append(Needle(rng.choice(TRAIN_FORMS), new_key(rng), new_value(rng, digits)))
+            rng.shuffle(needles)
+        texts, places = _haystack(layout, rng, self.prose, [self._passage(layout, rng, n) for n in needles], n_tokens)
+        context, spans = layout.context(texts)
+        slots = {needle: spans[place] for needle, place in zip(needles, places, strict=True)}
+        asked = [(first, second), (second, first)] + [(rng.choice((first, second)), n) for n in needles if n.key != key]
+        with_prefix = rng.random() < _SHARE_WITH_PREFIX
+        return Sample(context, tuple(_erasure(layout, *slots[gone], kept, with_prefix) for gone, kept in asked))
+
+    def _passage(self, layout: Layout, rng: random.Random, needle: Needle) -> str:
+        """The needle alone, or between sentences of its own that are erased with it."""
+        if rng.random() < _SHARE_ALONE:
+            return needle.fact + " "
+        budget = rng.uniform(0, self.longest_span - len(layout.codec.encode(needle.fact)) - 4)
+        before = rng.random()
+        return (
+            " ".join(
+                filter(
+                    None,
+                    (
+                        _cut(layout, self.prose.paragraph(rng), int(budget * before)),
+                        needle.fact,
+                        _cut(layout, self.prose.paragraph(rng), int(budget * (1 - before))),
+                        "",
+                    ),
+                )
+            )
+            + " "
+        )
+
+
+def _erasure(layout: Layout, start: int, stop: int, kept: Needle, with_prefix: bool) -> Erasure:
+    question = layout.question("\n\n" + kept.question, kept.prefix if with_prefix else "")
+    answer = f" {kept.value}." if with_prefix else f"{kept.prefix} {kept.value}."
+    return Erasure(start, stop, question, layout.codec.encode(answer), "needle")
+
+
+def _haystack(
+    layout: Layout, rng: random.Random, prose: Prose, inserted: list[str], n_tokens: int
+) -> tuple[list[str], list[int]]:
+    """Paragraphs of about `n_tokens` with `inserted` between them, in that order; and the index of each."""
+    paragraphs: list[str] = []
+    left = n_tokens - sum(len(layout.codec.encode(text)) for text in inserted)
+    for paragraph in prose.stretch(rng):
+        length = len(layout.codec.encode(paragraph))
+        if left <= 0 and len(paragraphs) >= 2:
+            break
+        paragraphs.append((paragraph if length <= max(left, 40) else _cut(layout, paragraph, max(left, 40))) + " ")
+        left -= length
+    cuts = sorted(rng.randrange(len(paragraphs) + 1) for _ in inserted)
+    texts: list[str] = []
+    places: list[int] = []
+    at = 0
+    for cut, text in zip(cuts, inserted, strict=True):
+        texts += ["".join(paragraphs[at:cut])] if cut > at else []
+        places.append(len(texts))
+        texts.append(text)
+        at = cut
+    if at < len(paragraphs):
+        texts.append("".join(paragraphs[at:]))
+    return texts, places
+
+
+def _cut(layout: Layout, text: str, n_tokens: int) -> str:
+    """The beginning of a text, at a word's end."""
+    return layout.codec.longest_prefix(text, layout.codec.encode(text), n_tokens)[0].rpartition(" ")[0]
+
+
+register("niah", NiahSource)

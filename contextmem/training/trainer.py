@@ -1,0 +1,125 @@
+"""The training loop: transformers' `Trainer` over contexts, one a micro-batch, so that `accelerate launch` spreads it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from contextmem.training.samples.base import Layout, Sample, Source
+
+__all__ = ["Samples", "Stage", "fit"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of the trainer.
+
+    Attributes:
+        name: names its folder.
+        steps: optimizer steps.
+        contexts_per_step: contexts whose gradients are added up in one step.
+        lr: peak learning rate; warm-up over a twentieth of the steps, then cosine.
+        mix: share of each source of samples.
+    """
+
+    name: str
+    steps: int
+    contexts_per_step: int
+    lr: float
+    mix: Mapping[str, float]
+
+
+class Samples(Dataset[Sample]):
+    """Samples by number: the same seed and number give the same sample, on any machine and after any restart."""
+
+    def __init__(
+        self, layout: Layout, sources: Mapping[str, Source], mix: Mapping[str, float], n: int, seed: str
+    ) -> None:
+        self._layout, self._sources, self._mix, self._n, self._seed = layout, sources, mix, n, seed
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, number: int) -> Sample:
+        rng = random.Random(f"{self._seed}-{number}")
+        name = rng.choices(list(self._mix), weights=list(self._mix.values()))[0]
+        return self._sources[name].sample(self._layout, rng)
+
+
+def fit(
+    objective: nn.Module,
+    samples: Samples,
+    stage: Stage,
+    folder: Path,
+    *,
+    seed: int,
+    save_steps: int = 25,
+    weight_decay: float = 0.01,
+) -> list[dict[str, Any]]:
+    """Train `objective` on `samples`, from the last checkpoint in `folder` on if there is one; returns the log."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=stage.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=stage.contexts_per_step,
+        learning_rate=stage.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, stage.steps // 20),
+        weight_decay=weight_decay,
+        max_grad_norm=1.0,
+        logging_steps=5,
+        save_steps=save_steps,
+        save_total_limit=2,
+        seed=seed,
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=not sys.stderr.isatty(),
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=False,
+    )
+    trainer = _EraserTrainer(model=objective, args=arguments, train_dataset=samples, data_collator=_only_one)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
+    history: list[dict[str, Any]] = trainer.state.log_history
+    (folder / "log.json").write_text(json.dumps(history, indent=1))
+    return history
+
+
+class _EraserTrainer(Trainer):  # type: ignore[misc]
+    """Saves and loads what is trained, and takes the samples in order: they are random by their number already."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        from safetensors.torch import save_model
+
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.accelerator.unwrap_model(self.model), str(folder / "model.safetensors"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        from safetensors.torch import load_model
+
+        load_model(self.model, str(Path(resume_from_checkpoint) / "model.safetensors"))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        objective = self.accelerator.unwrap_model(self.model)
+        if objective.seen:
+            logs["kept"] = round(objective.kept / objective.seen, 3)
+            objective.seen = objective.kept = 0
+        super().log(logs, *args, **kwargs)
+
+
+def _only_one(batch: Sequence[Sample]) -> dict[str, Any]:
+    return {"sample": batch[0]}

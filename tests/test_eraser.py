@@ -1,0 +1,429 @@
+"""KVEraser: what erasing leaves alone, what an untrained eraser computes, whom an eraser fits, and the way in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equals_reference, assert_unchanged, layer_tensors, same_tensors, snapshot
+from safetensors.torch import load_file
+from tiny import build, tiny_config, tiny_model, tiny_tokenizer
+
+from contextmem import (
+    Cancelled,
+    ContextMemory,
+    IdentityMismatch,
+    InvalidInput,
+    KVErase,
+    KVEraser,
+    ModelUnavailable,
+    StorageError,
+    UnsupportedEdit,
+)
+from contextmem.backbone import Backbone
+from contextmem.eraser import CONDITIONINGS
+
+TEXTS = [
+    "First come the apples. ",
+    "Then there are pears! ",
+    "At last a plum, a fig. ",
+    "And some old bread, and cheese.",
+]
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Make = Callable[..., ContextMemory]
+
+
+def moved(eraser: KVEraser, model: Any, scale: float = 0.3) -> KVEraser:
+    """An eraser that changes what it erases, as a trained one does."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in eraser.adapter_for(Backbone.of(model)).module.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return eraser
+
+
+def filled(memory: ContextMemory) -> list[Any]:
+    return [memory.append(text) for text in TEXTS]
+
+
+def erasing_memory(model: Any, **options: Any) -> ContextMemory:
+    return ContextMemory(model, tiny_tokenizer(), eraser=moved(KVEraser.untrained(model, **options), model))
+
+
+def outside(tensors: Any, *spans: Any) -> Any:
+    """`layer_tensors` without the slots of some segments."""
+    gone = {slot for span in spans for slot in range(span.start, span.stop)}
+    index = torch.tensor([i for i in range(tensors[0][0].shape[2]) if i not in gone])
+    return [(k[:, :, index], v[:, :, index]) for k, v in tensors]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_an_untrained_eraser_reproduces_the_contaminated_cache(model: Any, adapter: str) -> None:
+    memory = ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model, adapter=adapter))
+    segments = filled(memory)
+    before = layer_tensors(memory)
+    memory.retract(segments[1], method="kveraser")
+    assert same_tensors(layer_tensors(memory), before)
+
+
+def test_everything_outside_the_span_is_bit_identical(model: Any) -> None:
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    before, ids, position = layer_tensors(memory), memory.token_ids, memory.next_position
+    report = memory.retract(segments[1], method="kveraser")
+    assert report.method == "kveraser" and report.guarantee == "approximate"
+    assert report.tokens_removed == report.tokens_recomputed == segments[1].n_tokens
+    assert report.tokens_reused == memory.seq_length - segments[1].n_tokens
+    after = layer_tensors(memory)
+    assert not same_tensors(after, before)
+    assert same_tensors(outside(after, segments[1]), outside(before, segments[1]))
+    assert memory.next_position == position and memory.seq_length == len(ids)
+    assert memory.token_ids == ids[: segments[1].start] + ids[segments[1].stop :]
+    (gone,) = memory.segments(state="erased")
+    assert gone.id == segments[1].id and not gone.text and not gone.token_ids and gone.n_tokens == segments[1].n_tokens
+
+
+def test_the_steering_is_what_the_adapted_model_computes_over_the_prefix(model: Any) -> None:
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    start, stop = segments[1].start, segments[1].stop
+    prefix, ids = memory.past_key_values.view(start), memory.token_ids[start:stop]
+    backbone = Backbone.of(model)
+    with memory._eraser().adapter_for(backbone).attached(model):
+        backbone.forward(ids, prefix)
+    memory.retract(segments[1], method="kveraser")
+    assert same_tensors(
+        [(k[:, :, start:stop], v[:, :, start:stop]) for k, v in layer_tensors(memory)],
+        [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in prefix.layers],
+    )
+
+
+def test_several_spans_are_erased_in_order_each_over_the_edited_prefix(model: Any) -> None:
+    together, one_by_one = erasing_memory(model), None
+    segments = filled(together)
+    one_by_one = together.fork()
+    together.retract([segments[2], segments[0]], method="kveraser")
+    one_by_one.retract(segments[0], method="kveraser")
+    one_by_one.retract(segments[2], method="kveraser")
+    assert same_tensors(layer_tensors(together), layer_tensors(one_by_one))
+
+
+def test_settling_after_erasing_is_exact(model: Any) -> None:
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    memory.retract(segments[1], method="kveraser")
+    memory.append("More.")
+    assert not memory._state.is_exact
+    memory.settle()
+    assert_equals_reference(memory)
+    assert memory.seq_length == len(memory.token_ids)
+
+
+def test_erasing_writes_in_place_and_copies_only_what_another_state_reads(model: Any) -> None:
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    place = memory._state.cache.layers[0].keys.data_ptr()
+    memory.retract(segments[1], method="kveraser")
+    assert memory._state.cache.layers[0].keys.data_ptr() == place
+    fork, point = memory.fork(), memory.checkpoint()
+    before = layer_tensors(fork)
+    memory.retract(segments[2], method="kveraser")
+    assert memory._state.cache.layers[0].keys.data_ptr() != place
+    assert same_tensors(layer_tensors(fork), before)
+    memory.restore(point)
+    assert same_tensors(layer_tensors(memory), before)
+
+
+def test_a_view_taken_before_erasing_does_not_change(model: Any) -> None:
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    view = memory.past_key_values
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in view.layers]
+    memory.retract(segments[1], method="kveraser")
+    assert same_tensors([(layer.keys, layer.values) for layer in view.layers], before)
+
+
+@pytest.mark.parametrize("fail_at", ["forward", "progress", "cancel"])
+def test_adapters_are_off_and_nothing_changed_after_any_failure(model: Any, fail_at: str, monkeypatch: Any) -> None:
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    before, modules = snapshot(memory), dict(model.named_modules())
+    seen = []
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        seen.append(1)
+        if fail_at == "cancel":
+            memory.cancel()
+        elif len(seen) > 1:
+            raise RuntimeError("stop")
+
+    progress = None
+    if fail_at == "forward":
+        original = Backbone._forward
+
+        def broken(self: Backbone, *arguments: Any, **more: Any) -> Any:
+            original(self, *arguments, **more)
+            raise RuntimeError("stop")
+
+        monkeypatch.setattr(Backbone, "_forward", broken)
+    else:
+        progress = fail
+    with pytest.raises(Cancelled if fail_at == "cancel" else RuntimeError):
+        memory.retract([segments[0], segments[2]], method="kveraser", progress=progress)
+    monkeypatch.undo()
+    assert_unchanged(memory, before)
+    assert dict(model.named_modules()) == modules
+    assert_equals_reference(memory)
+
+
+def test_the_model_itself_is_never_changed(model: Any) -> None:
+    names = list(model.state_dict())
+    grads = [p.requires_grad for p in model.parameters()]
+    memory = erasing_memory(model)
+    segments = filled(memory)
+    memory.retract(segments[1], method="kveraser")
+    assert list(model.state_dict()) == names
+    assert [p.requires_grad for p in model.parameters()] == grads
+    assert not hasattr(model, "peft_config")
+
+
+@pytest.mark.parametrize("conditioning", CONDITIONINGS)
+def test_conditioning_variants_touch_the_span_alone(conditioning: str) -> None:
+    model = tiny_model("llama")
+    memory = erasing_memory(model, conditioning=conditioning)
+    segments = filled(memory)
+    before = layer_tensors(memory)
+    memory.retract(segments[1], method=KVErase(question="Which fruit?"))
+    after = layer_tensors(memory)
+    assert not same_tensors(after, before)
+    assert same_tensors(outside(after, segments[1]), outside(before, segments[1]))
+
+
+def test_conditioning_on_the_question_needs_one() -> None:
+    memory = erasing_memory(tiny_model("llama"), conditioning="query")
+    segments = filled(memory)
+    before = snapshot(memory)
+    with pytest.raises(InvalidInput, match="question"):
+        memory.retract(segments[1], method="kveraser")
+    assert_unchanged(memory, before)
+
+
+def test_conditioning_on_later_positions_is_refused_under_sliding_windows() -> None:
+    memory = erasing_memory(tiny_model("mistral"), conditioning="suffix")
+    segments = filled(memory)
+    before = snapshot(memory)
+    with pytest.raises(UnsupportedEdit, match="sliding"):
+        memory.retract(segments[1], method="kveraser")
+    assert_unchanged(memory, before)
+
+
+class TestAuto:
+    def test_erases_when_an_eraser_fits_and_it_costs_less(self) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        segments = filled(memory)
+        report = memory.retract(segments[1])
+        assert report.method == "kveraser" and "settle()" in report.why
+
+    def test_recomputes_where_that_costs_less(self) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        memory.append("A rather long passage that is wrong. ")
+        memory.append("Short.")
+        assert memory.retract(memory.segments()[0]).method == "recompute"
+
+    def test_recomputes_beyond_the_longest_span(self) -> None:
+        memory = erasing_memory(tiny_model("llama"), max_span_tokens=10)
+        segments = filled(memory)
+        report = memory.retract(segments[1])
+        assert report.method == "recompute" and "up to 10" in report.why
+        with pytest.raises(UnsupportedEdit, match="up to 10"):
+            memory.retract(segments[0], method="kveraser")
+
+    def test_cuts_the_tail(self) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        assert memory.retract(filled(memory)[-1]).method == "crop"
+
+    def test_recomputes_what_has_template_frames(self) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        memory.append("Hello. ")
+        answer = memory.append("Yes.", kind="assistant")
+        memory.append("A long text that follows the answer, and goes on and on for a while.")
+        assert memory.retract(answer).method == "recompute"
+
+    def test_recomputes_without_an_eraser(self, llama_memory: Make) -> None:
+        for option in ("auto", None):
+            memory = llama_memory(eraser=option)
+            segments = filled(memory)
+            assert memory.retract(segments[1]).method == "recompute"
+            with pytest.raises(UnsupportedEdit, match="eraser"):
+                memory.retract(segments[0], method="kveraser")
+
+    def test_a_replacing_append_may_erase_and_is_all_or_nothing(self) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        memory.append("Intro. ")
+        old = memory.append("The price is 3. ", key="price")
+        memory.append("A long text that follows it, and goes on and on for a while, on and on.")
+        before = snapshot(memory)
+        with pytest.raises(ZeroDivisionError):
+            memory.append("The price is 4. ", key="price", on_conflict="replace", progress=lambda event: 1 // 0)
+        assert_unchanged(memory, before)
+        new = memory.append("The price is 4. ", key="price", on_conflict="replace")
+        assert [s.state for s in memory.segments(key="price")] == ["erased", "live"]
+        assert same_tensors(outside(layer_tensors(memory), old, new), outside(before[3], old))
+
+
+class TestIdentity:
+    def test_weights_of_another_model_are_refused_and_both_are_named(self, tmp_path: Path) -> None:
+        one, other = build(tiny_config("llama"), seed=1), build(tiny_config("llama"), seed=2)
+        one.name_or_path, other.name_or_path = "model-one", "model-two"
+        KVEraser.untrained(one).save_pretrained(tmp_path)
+        memory = ContextMemory(other, tiny_tokenizer(), eraser=tmp_path)
+        segments = filled(memory)
+        before = snapshot(memory)
+        with pytest.raises(IdentityMismatch, match=r"model-one.*model-two"):
+            memory.retract(segments[1], method="kveraser")
+        assert_unchanged(memory, before)
+        report = memory.retract(segments[1])
+        assert report.method == "recompute" and "model-one" in report.why
+
+    def test_another_architecture_is_refused(self) -> None:
+        eraser = KVEraser.untrained(tiny_model("llama"))
+        memory = ContextMemory(tiny_model("qwen3"), tiny_tokenizer(), eraser=eraser)
+        segments = filled(memory)
+        with pytest.raises(IdentityMismatch):
+            memory.retract(segments[1], method="kveraser")
+
+    def test_the_same_model_in_half_precision_fits(self, tmp_path: Path) -> None:
+        model = build(tiny_config("llama"), seed=3)
+        moved(KVEraser.untrained(model), model).save_pretrained(tmp_path)
+        for dtype in (torch.bfloat16, torch.float16):
+            half = build(tiny_config("llama"), seed=3).to(dtype)
+            memory = ContextMemory(half, tiny_tokenizer(), eraser=tmp_path)
+            assert memory.retract(filled(memory)[1], method="kveraser").method == "kveraser"
+
+    def test_a_users_own_lora_survives_and_makes_a_foreign_eraser_refuse(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        model = build(tiny_config("llama"), seed=4)
+        eraser = moved(KVEraser.untrained(model), model)
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        memory = ContextMemory(wrapped, tiny_tokenizer(), eraser=eraser)
+        segments = filled(memory)
+        before, weights = snapshot(memory), {n: p.clone() for n, p in wrapped.named_parameters()}
+        with pytest.raises(IdentityMismatch, match="active adapters"):
+            memory.retract(segments[1], method="kveraser")
+        assert_unchanged(memory, before)
+        assert memory.retract(segments[1], dry_run=True).method == "recompute"
+        with wrapped.disable_adapter():
+            plain = ContextMemory(wrapped, tiny_tokenizer(), eraser=eraser)
+            assert plain.retract(filled(plain)[1]).method == "kveraser"
+        own = moved(KVEraser.untrained(wrapped), wrapped)
+        memory = ContextMemory(wrapped, tiny_tokenizer(), eraser=own)
+        assert memory.retract(filled(memory)[1]).method == "kveraser"
+        assert wrapped.active_adapters == ["default"]
+        assert {n for n, _ in wrapped.named_parameters()} == set(weights)
+        assert all(torch.equal(p, weights[n]) for n, p in wrapped.named_parameters())
+
+    def test_under_a_users_lora_an_untrained_eraser_reproduces_the_cache(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        model = build(tiny_config("qwen3"), seed=5)
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        memory = ContextMemory(wrapped, tiny_tokenizer(), eraser=KVEraser.untrained(wrapped))
+        segments = filled(memory)
+        before = layer_tensors(memory)
+        memory.retract(segments[1], method="kveraser")
+        assert same_tensors(layer_tensors(memory), before)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("adapter", ["lora", "full"])
+    def test_saved_and_loaded_it_erases_the_same(self, adapter: str, tmp_path: Path) -> None:
+        model = build(tiny_config("qwen2"), seed=6)
+        eraser = moved(KVEraser.untrained(model, adapter=adapter), model)
+        eraser.save_pretrained(tmp_path / "once", dtype=torch.float32)
+        unused = KVEraser.from_pretrained(tmp_path / "once")
+        unused.save_pretrained(tmp_path / "twice", dtype=torch.float32)
+        results = []
+        for one in (eraser, unused, KVEraser.from_pretrained(tmp_path / "twice")):
+            memory = ContextMemory(model, tiny_tokenizer(), eraser=one)
+            memory.retract(filled(memory)[1], method="kveraser")
+            results.append(layer_tensors(memory))
+        assert same_tensors(results[0], results[1]) and same_tensors(results[0], results[2])
+
+    def test_half_precision_by_default(self, tmp_path: Path) -> None:
+        KVEraser.untrained(tiny_model("llama")).save_pretrained(tmp_path)
+        assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.float16}
+
+    def test_the_published_layout_with_seven_projections_loads(self, tmp_path: Path) -> None:
+        """What PEFT itself writes, without our own file: rank 16, alpha 32, all projections, another base model's name."""
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=SEVEN, init_lora_weights=False)
+        published = get_peft_model(build(tiny_config("qwen3"), seed=7), config)
+        published.save_pretrained(tmp_path)
+        settings = json.loads((tmp_path / "adapter_config.json").read_text())
+        settings["base_model_name_or_path"] = "Qwen/Qwen3-8B"
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        model = build(tiny_config("qwen3"), seed=7)
+        memory = ContextMemory(model, tiny_tokenizer(), eraser=tmp_path)
+        segments = filled(memory)
+        start, stop = segments[1].start, segments[1].stop
+        expected = memory.past_key_values.view(start)
+        Backbone.of(published).forward(memory.token_ids[start:stop], expected)
+        memory.retract(segments[1], method="kveraser")
+        for (k, v), layer in zip(layer_tensors(memory), expected.layers, strict=True):
+            torch.testing.assert_close(k[:, :, start:stop], layer.keys[:, :, start:], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(v[:, :, start:stop], layer.values[:, :, start:], rtol=1e-4, atol=1e-5)
+
+    def test_a_published_adapter_of_another_model_is_refused(self, tmp_path: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(build(tiny_config("qwen3")), LoraConfig(r=4, target_modules=SEVEN)).save_pretrained(tmp_path)
+        memory = ContextMemory(
+            build(tiny_config("qwen3", hidden_size=64)), tiny_tokenizer(), eraser=KVEraser.from_pretrained(tmp_path)
+        )
+        segments = filled(memory)
+        with pytest.raises(IdentityMismatch, match=r"there,.*here"):
+            memory.retract(segments[1], method="kveraser")
+        settings = json.loads((tmp_path / "adapter_config.json").read_text())
+        settings["base_model_name_or_path"] = "Qwen/Qwen3-8B"
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        model = build(tiny_config("qwen3"))
+        model.name_or_path = "somebody/Qwen3-4B"
+        memory = ContextMemory(model, tiny_tokenizer(), eraser=tmp_path)
+        with pytest.raises(IdentityMismatch, match=r"Qwen3-8B.*Qwen3-4B"):
+            memory.retract(filled(memory)[1], method="kveraser")
+
+    def test_what_is_no_eraser_is_refused(self, tmp_path: Path, monkeypatch: Any) -> None:
+        (tmp_path / "eraser_config.json").write_text("{")
+        with pytest.raises(StorageError):
+            KVEraser.from_pretrained(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises((ModelUnavailable, StorageError)):
+            KVEraser.from_pretrained(tmp_path / "nowhere")
+        with pytest.raises(InvalidInput):
+            ContextMemory(tiny_model("llama"), tiny_tokenizer(), eraser=3)  # type: ignore[arg-type]
+
+    def test_an_erased_memory_saves_and_loads(self, tmp_path: Path) -> None:
+        model = tiny_model("llama")
+        memory = erasing_memory(model)
+        segments = filled(memory)
+        memory.retract(segments[1], method="kveraser")
+        loaded = ContextMemory.load(memory.save(tmp_path / "m"), model, tiny_tokenizer())
+        assert same_tensors(layer_tensors(loaded), layer_tensors(memory))
+        assert loaded.segments(state="erased")[0].n_tokens == segments[1].n_tokens
+        loaded.settle()
+        assert_equals_reference(loaded)
+
+
+def test_an_eraser_needs_sensible_settings() -> None:
+    model = tiny_model("llama")
+    for wrong in ({"adapter": "prefix"}, {"conditioning": "all"}, {"rank": 0}):
+        with pytest.raises(InvalidInput):
+            KVEraser.untrained(model, **wrong)
+    with pytest.raises(UnsupportedEdit, match="nowhere"):
+        KVEraser.untrained(model, targets=["nowhere"])
