@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from contextmem.errors import IdentityMismatch, StorageError, UnsupportedEdit
 
-__all__ = ["Adapter", "FullCopy", "LoraAdapter", "default_targets"]
+__all__ = ["Adapter", "FullCopy", "LoraAdapter", "StoredLora", "default_targets"]
 
 _NAME = "default"  # PEFT's own name for the one adapter of a model; it is not part of the files
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
@@ -124,9 +125,30 @@ class LoraAdapter:
                 layer.base_layer = nn.Identity()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
+        StoredLora(self._shadow.peft_config[_NAME], self.weights).save(folder, dtype)
+
+
+@dataclass(frozen=True)
+class StoredLora:
+    """What PEFT's files hold, before it has met a model.
+
+    Attributes:
+        config: a `peft.LoraConfig`.
+        weights: by the names that PEFT's files use.
+    """
+
+    config: Any
+    weights: Mapping[str, Tensor]
+
+    def on(self, core: Any, what: str) -> LoraAdapter:
+        """The adapter for `core`, see `LoraAdapter.of`."""
+        return LoraAdapter.of(core, self.config, self.weights, what)
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write both into `folder`."""
         from safetensors.torch import save_file
 
-        config = copy.deepcopy(self._shadow.peft_config[_NAME])
+        config = copy.deepcopy(self.config)
         config.inference_mode = True
         config.save_pretrained(str(folder))
         weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in self.weights.items()}

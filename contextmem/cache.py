@@ -11,7 +11,8 @@ Only this file and `backbone.py` touch the internals of transformers' caches (5.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -243,6 +244,16 @@ class SpanCache(DynamicCache):
             stop = start + keys.shape[-2]
             layer.keys[:, :, start:stop] = keys
             layer.values[:, :, start:stop] = values
+
+    @contextmanager
+    def borrowed(self, ranges: Ranges) -> Iterator[None]:
+        """Slots that may be written over inside; afterwards they are as before, whatever happens. For `owned` caches."""
+        before = [(start, self.read(start, stop)) for start, stop in ranges]
+        try:
+            yield
+        finally:
+            for start, slots in before:
+                self.write(start, slots)
 
     def joined(self, other: SpanCache, start: int) -> SpanCache:
         """This cache followed by a copy of the slots of `other` from `start` on, which keep their positions."""

@@ -13,13 +13,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from contextmem.errors import ContextMemoryError
+from contextmem.arguments import check_choice
+from contextmem.errors import ContextMemoryError, InvalidInput
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="An editable KV-cache memory for language models.")
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what the library claims.")
+train = typer.Typer(no_args_is_help=True, help="Train the learned parts for a model.")
 app.add_typer(evaluate, name="eval")
+app.add_typer(train, name="train")
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Embedded name, hub id or local directory.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -89,6 +92,16 @@ def inspect(path: Path, as_json: JsonOption = False) -> None:
             show_saved(manifest, Console())
 
 
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Say which extra to install when a module of it is missing."""
+    try:
+        yield
+    except ImportError as error:
+        Console(stderr=True).print(f"[red]{error}[/red]: pip install 'contextmem\\[{name}]'")
+        raise typer.Exit(1) from None
+
+
 @evaluate.command()
 def latency(
     out: Annotated[Path, typer.Option(help="Folder for rows, metrics, table and plot.")] = Path(
@@ -99,13 +112,152 @@ def latency(
     quick: Annotated[bool, typer.Option("--quick", help="Short contexts only, to try it out.")] = False,
 ) -> None:
     """Prefill, decode, retraction and fork, as ratios against plain transformers in one run."""
-    with _clean_errors():
-        try:
-            from contextmem.evals.latency.run import run
-        except ImportError as error:
-            Console(stderr=True).print(f"[red]{error}[/red]: pip install 'contextmem\\[evals]'")
-            raise typer.Exit(1) from None
+    with _clean_errors(), _extra("evals"):
+        from contextmem.evals.latency.run import run
 
         sizes = {"prefill": (512,), "decode": (512,), "suffixes": (256, 512)} if quick else {}
-        command = "contextmem " + " ".join(sys.argv[1:])
-        print(run(out, model_name=model, repeats=repeats, command=command, **sizes))  # type: ignore[arg-type]
+        print(run(out, model_name=model, repeats=repeats, command=_command(), **sizes))  # type: ignore[arg-type]
+
+
+@evaluate.command()
+def niah(
+    out: Annotated[Path, typer.Option(help="Folder for rows, metrics, table and plot; a run adds to its rows.")] = Path(
+        "evals/niah/results"
+    ),
+    model: ModelOption = EMBEDDED,
+    eraser: Annotated[str, typer.Option(help="'auto', a folder or a hub id.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Type of the weights; default: the checkpoint's.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Files or folders of background text; default: Python's language reference."),
+    ] = None,
+    samples: Annotated[
+        list[str] | None, typer.Option(help="TOKENS=N contexts, repeatable; default: 60 at 512 and 1024, 40, 20, 10.")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
+    derived: Annotated[int, typer.Option(min=0, help="Contexts with a sentence derived from the erased needle.")] = 20,
+    latency_at: Annotated[
+        list[int] | None, typer.Option(help="Tokens to measure latency at, repeatable, on an idle machine.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Two short contexts, to try it out.")] = False,
+) -> None:
+    """Erase one of two contradicting needles: exact match, leaks and latency of every method."""
+    with _clean_errors(), _extra("evals"):
+        from contextmem.evals.niah.measure import METHODS
+        from contextmem.evals.niah.run import run
+
+        chosen = tuple(name.strip() for name in methods.split(",") if name.strip()) or METHODS
+        for name in chosen:
+            check_choice("a method", name, METHODS)
+        print(
+            run(
+                out,
+                model_name=model,
+                eraser=eraser,
+                dtype=dtype,
+                text=text or (),
+                samples={512: 2} if quick else _counts(samples),
+                methods=chosen,
+                n_derived=1 if quick else derived,
+                latency_sizes=latency_at or (),
+                seed=seed,
+                command=_command(),
+            )
+        )
+
+
+@evaluate.command("span-neighbour")
+def span_neighbour(
+    eraser: Annotated[list[str], typer.Option(help="LABEL=FOLDER or hub id, repeatable.")],
+    out: Annotated[Path, typer.Option(help="Folder for rows, metrics and table; a run adds to its rows.")] = Path(
+        "evals/span_neighbour/results"
+    ),
+    model: ModelOption = EMBEDDED,
+    dtype: Annotated[str | None, typer.Option(help="Type of the weights; default: the checkpoint's.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Files or folders of documents; default: Python's language reference.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Documents.")] = 60,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+) -> None:
+    """Recite a document across a chunk that was erased from it, with one or several erasers side by side."""
+    with _clean_errors(), _extra("evals"):
+        from contextmem.evals.span_neighbour.run import run
+
+        erasers = dict(_labelled(pair) for pair in eraser)
+        print(
+            run(
+                out,
+                erasers,
+                model_name=model,
+                dtype=dtype,
+                text=text or (),
+                n_samples=samples,
+                seed=seed,
+                command=_command(),
+            )
+        )
+
+
+@train.command("eraser")
+def train_eraser(
+    out: Annotated[
+        Path, typer.Option(help="Folder for checkpoints, loss curve and the eraser; a stopped run goes on.")
+    ],
+    model: ModelOption = EMBEDDED,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a TrainingPlan.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the frozen model's weights.")] = "bfloat16",
+    text: Annotated[list[str] | None, typer.Option(help="Files or folders of background text.")] = None,
+    qa: Annotated[
+        list[str] | None, typer.Option(help="JSONL files, or Hugging Face datasets, for distractor QA.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="lora or full.")] = None,
+    conditioning: Annotated[str | None, typer.Option(help="prefix, none, query or suffix.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of the LoRA matrices.")] = None,
+    stage1_steps: Annotated[int | None, typer.Option(help="Optimizer steps of span-neighbour pre-training.")] = None,
+    stage2_steps: Annotated[int | None, typer.Option(help="Optimizer steps on needles and distractors.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate of stage 1.")] = None,
+    stage2_lr: Annotated[float | None, typer.Option(help="Peak learning rate of stage 2.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initial weights and samples.")] = None,
+) -> None:
+    """Train an eraser in two stages; stop it at any time and start it again to go on."""
+    with _clean_errors(), _extra("train"):
+        from contextmem.loading import load_pretrained
+        from contextmem.training.eraser import TrainingPlan, train_eraser
+
+        flags = {
+            "text": text,
+            "qa": qa,
+            "adapter": adapter,
+            "conditioning": conditioning,
+            "rank": rank,
+            "stage1_steps": stage1_steps,
+            "stage2_steps": stage2_steps,
+            "lr": lr,
+            "stage2_lr": stage2_lr,
+            "seed": seed,
+        }
+        plan = TrainingPlan.read(config, flags)
+        train_eraser(*load_pretrained(model, dtype=dtype), plan, out)
+        Console().print(f"the eraser is in {out / 'eraser'}, its loss curve in {out / 'loss.png'}", highlight=False)
+
+
+def _labelled(pair: str) -> tuple[str, str]:
+    """`"LABEL=PLACE"` as a pair; a place alone is labelled by its last part."""
+    label, given, place = pair.partition("=")
+    return (label, place) if given else (Path(pair).name, pair)
+
+
+def _command() -> str:
+    return "contextmem " + " ".join(sys.argv[1:])
+
+
+def _counts(pairs: list[str] | None) -> dict[int, int] | None:
+    """`["512=60"]` as `{512: 60}`."""
+    if not pairs:
+        return None
+    try:
+        return {int(size): int(n) for size, n in (pair.split("=") for pair in pairs)}
+    except ValueError:
+        raise InvalidInput(f"samples are given as TOKENS=N, such as 512=60, not {' '.join(pairs)!r}.") from None

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from contextmem.errors import UnsupportedEdit
 from contextmem.ledger import Segment
 from contextmem.memory import ContextMemory
 from contextmem.reports import Report
@@ -15,7 +16,16 @@ __all__ = ["Demonstration", "MethodResult", "run_demo"]
 QUESTION = "How many dollars does the printed manual cost?"
 FACT = "Note from the editors: the printed manual costs {} dollars."
 TRUE, FALSE = "35", "90"
-METHODS = ("recompute", "delete_and_shift", "suffix_repair", "suffix_repair_query", "mask", "instruct")
+METHODS = (
+    "recompute",
+    "kveraser",
+    "delete_and_shift",
+    "suffix_repair",
+    "suffix_repair_query",
+    "refill",
+    "mask",
+    "instruct",
+)
 
 _TOPICS = ("with", "try", "class", "import", "lambda", "for", "while", "yield", "assert", "global")
 _N_PASSAGES, _FALSE_AT, _TRUE_AT = 20, 5, 14
@@ -102,7 +112,8 @@ def run_demo(memory: ContextMemory) -> Demonstration:
     prefill_seconds = time.perf_counter() - started
     segments_before, n_tokens = memory.segments(), memory.seq_length
     before = _answer(memory)
-    methods = {name: _tried(memory.fork(), false_id, name) for name in METHODS}
+    tried = {name: _tried(memory.fork(), false_id, name) for name in METHODS}
+    methods = {name: result for name, result in tried.items() if result is not None}
     report = memory.retract(false_id, reason="the price is wrong")
     return Demonstration(
         question=QUESTION,
@@ -120,8 +131,11 @@ def run_demo(memory: ContextMemory) -> Demonstration:
     )
 
 
-def _tried(memory: ContextMemory, target: str, method: str) -> MethodResult:
-    report = memory.retract(target, method=method)
+def _tried(memory: ContextMemory, target: str, method: str) -> MethodResult | None:
+    try:
+        report = memory.retract(target, method=method)
+    except UnsupportedEdit:  # no eraser for this model, or keys that cannot be moved
+        return None
     answer = _answer(memory)
     return MethodResult(answer, report.guarantee, report.seconds or 0.0, report.tokens_recomputed, _is_true(answer))
 

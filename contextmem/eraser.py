@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
-from contextmem.adapters import Adapter, FullCopy, LoraAdapter, default_targets
+from contextmem.adapters import Adapter, FullCopy, LoraAdapter, StoredLora, default_targets
 from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
@@ -68,10 +67,10 @@ class KVEraser:
         config: what it is.
     """
 
-    def __init__(self, config: EraserConfig, *, lora: Any = None, weights: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, config: EraserConfig, adapter: Adapter | StoredLora) -> None:
         self.config = config
-        self._lora, self._weights = lora, weights
-        self._adapters: WeakKeyDictionary[Any, Adapter] = WeakKeyDictionary()
+        self._adapter = adapter
+        self._fitting: WeakSet[Any] = WeakSet()  # models whose identity was checked
 
     @classmethod
     def untrained(
@@ -103,15 +102,12 @@ class KVEraser:
             base_model=str(getattr(core, "name_or_path", "") or ""),
             identity=backbone_identity(backbone),
         )
-        eraser = cls(config)
+        if adapter == "full":
+            return cls(config, FullCopy.untrained(core))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if adapter == "full":
-                eraser._adapters[core] = FullCopy.untrained(core)
-            else:
-                eraser._lora = _lora_config(rank, alpha, list(targets or default_targets(core)))
-                eraser._adapters[core] = LoraAdapter.untrained(core, eraser._lora)
-        return eraser
+            lora = _lora_config(rank, alpha, list(targets or default_targets(core)))
+            return cls(config, LoraAdapter.untrained(core, lora))
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
@@ -139,17 +135,16 @@ class KVEraser:
         if not isinstance(lora, LoraConfig):
             raise StorageError(f"{folder} holds an adapter of type {lora.peft_type}, not a LoRA.")
         weights = load_file(folder / "adapter_model.safetensors")
-        return cls(config or EraserConfig(base_model=lora.base_model_name_or_path or ""), lora=lora, weights=weights)
+        config = config or EraserConfig(base_model=lora.base_model_name_or_path or "")
+        return cls(config, StoredLora(lora, weights))
 
     @classmethod
     def _full_from(cls, folder: Path, config: EraserConfig) -> Self:
         from transformers import AutoModelForCausalLM
 
-        eraser = cls(config)
-        eraser._full = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().requires_grad_(False)
-        return eraser
-
-    _full: Any = None
+        return cls(
+            config, FullCopy(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().requires_grad_(False))
+        )
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
         """Write configuration and weights in PEFT's layout (for a full copy: transformers'), weights as `dtype`.
@@ -160,27 +155,10 @@ class KVEraser:
         place = Path(folder)
         try:
             place.mkdir(parents=True, exist_ok=True)
-            if self._adapters:
-                next(iter(self._adapters.values())).save(place, dtype)
-            else:
-                self._save_unused(place, dtype)
+            self._adapter.save(place, dtype)
             (place / _CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
         except OSError as error:
             raise StorageError(f"the eraser cannot be written to {place}: {error}") from error
-
-    def _save_unused(self, place: Path, dtype: torch.dtype) -> None:
-        """One that was loaded and has met no model yet."""
-        from safetensors.torch import save_file
-
-        if self._full is not None:
-            FullCopy(self._full).save(place, dtype)
-        elif self._weights is not None:
-            self._lora.save_pretrained(str(place))
-            save_file(
-                {name: tensor.to(dtype).contiguous() for name, tensor in self._weights.items()},
-                place / "adapter_model.safetensors",
-                metadata={"format": "pt"},
-            )
 
     def adapter_for(self, backbone: Backbone) -> Adapter:
         """The weights, ready to be attached to this model.
@@ -189,22 +167,14 @@ class KVEraser:
             IdentityMismatch: they belong to another model, or another set of active adapters; the message names both.
         """
         core = backbone.core
-        adapter = self._adapters.get(core)
-        if adapter is None:
+        if core not in self._fitting:
             self._check_names(backbone, backbone_identity(backbone))
-            if self._full is not None:
-                adapter = FullCopy(self._full)
-            elif self._weights is not None:
-                adapter = LoraAdapter.of(core, self._lora, self._weights, f"the eraser for {self.config.base_model!r}")
-            else:
-                raise IdentityMismatch(
-                    "this eraser was made for a model that is loaded no more. Nothing was changed.",
-                    expected={},
-                    found={},
-                )
-            self._adapters[core] = adapter
+            if isinstance(self._adapter, StoredLora):
+                self._adapter = self._adapter.on(core, f"the eraser for {self.config.base_model!r}")
+            self._fitting.add(core)
         self._check_adapters(core)
-        return adapter
+        assert not isinstance(self._adapter, StoredLora)
+        return self._adapter
 
     def fits(self, backbone: Backbone) -> bool:
         """Whether it was trained for this model; active adapters of the user's are checked when erasing."""
@@ -268,24 +238,19 @@ class KVEraser:
             UnsupportedEdit: conditioning on later positions, and the model has sliding-window layers.
         """
         adapter = self.adapter_for(backbone)
-        before = [cache.read(start, start + len(ids)) for start, ids in spans]
         steering: list[Slots] = []
         done = 0
-        with backbone.lock:
-            try:
-                for start, ids in spans:
-                    if step is not None:
-                        step(done)
-                    seen = self._seen(backbone, cache, start, start + len(ids), question)
-                    with adapter.attached(backbone.core) as core:
-                        Backbone.of(core).prefill(ids, seen, chunk=chunk)
-                    steering.append(seen.read(seen.n_slots - len(ids), seen.n_slots))
-                    cache.write(start, steering[-1])
-                    done += len(ids)
-                return steering
-            finally:
-                for (start, _), slots in zip(spans, before, strict=True):
-                    cache.write(start, slots)
+        with backbone.lock, cache.borrowed([(start, start + len(ids)) for start, ids in spans]):
+            for start, ids in spans:
+                if step is not None:
+                    step(done)
+                seen = self._seen(backbone, cache, start, start + len(ids), question)
+                with adapter.attached(backbone.core) as core:
+                    Backbone.of(core).prefill(ids, seen, chunk=chunk)
+                steering.append(seen.read(seen.n_slots - len(ids), seen.n_slots))
+                cache.write(start, steering[-1])
+                done += len(ids)
+        return steering
 
     def _seen(self, backbone: Backbone, cache: SpanCache, start: int, stop: int, question: Sequence[int]) -> SpanCache:
         """What the erase pass of the span attends to, as a cache that continues at the span's first position."""

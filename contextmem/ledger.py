@@ -115,6 +115,18 @@ class Ledger:
         wanted = set(owners)
         return tuple(span for span in self.spans if span.kind == "frame" and span.owner in wanted)
 
+    def going_with(self, targets: Sequence[Segment]) -> tuple[Segment, ...]:
+        """What goes when `targets` go: their frames, erased spans that would be last, and at the end the opening frames."""
+        if not targets:
+            return ()
+        owners: list[str | None] = [segment.id for segment in targets]
+        if all(s.id in owners or s.state == "erased" for s in self.content()):
+            owners.append(None)
+        frames = self.frames_of(owners)
+        going = {span.id for span in (*targets, *frames)}
+        end = max((s.stop for s in self.spans if s.id not in going and s.state != "erased"), default=0)
+        return (*frames, *(s for s in self.spans if s.state == "erased" and s.start >= end and s.id not in going))
+
     def added(self, new: Sequence[Segment]) -> Ledger:
         """With `new` laid out after the last slot."""
         return Ledger(_laid_out((*self.spans, *new)), self.gone)

@@ -827,13 +827,10 @@ class ContextMemory:
         return f"{self._tag}-{next(self._numbers)}"
 
     def _edit(self, state: State, targets: tuple[Segment, ...], step: Any = None) -> Edit:
-        owners: list[str | None] = [segment.id for segment in targets]
-        if targets and len(targets) == len(state.ledger.content()):
-            owners.append(None)  # nothing is left: the frames that opened the dialogue go too
         return Edit(
             state=state,
             targets=targets,
-            frames=state.ledger.frames_of(owners),
+            frames=state.ledger.going_with(targets),
             backbone=self.backbone,
             codec=self._codec,
             new_id=self._new_id,
@@ -901,7 +898,7 @@ def _eraser_of(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
 
 def _n_reused(edit: Edit, plan: Plan) -> int:
     """Slots whose KV an edit keeps."""
-    return edit.state.n_slots - edit.n_removed - (0 if plan.in_place else plan.tokens)
+    return edit.state.n_slots - edit.n_removed - (plan.tokens - plan.replaced)
 
 
 def _n_tokens(spans: Iterable[Segment]) -> int:

@@ -11,9 +11,25 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 
-from contextmem import ContextMemory
+from contextmem import ContextMemory, KVEraser
+from contextmem.backbone import Backbone
 
 torch.set_num_threads(2)
+
+
+@cache
+def eraser_of(model: Any) -> KVEraser:
+    """An eraser that changes what it erases, as a trained one does."""
+    return moved(KVEraser.untrained(model), model)
+
+
+def moved(eraser: KVEraser, model: Any) -> KVEraser:
+    """The same eraser with random weights added."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in eraser.adapter_for(Backbone.of(model)).module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return eraser
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +45,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def memory(model: Any, tokenizer: Any) -> ContextMemory:
-    return ContextMemory(model, tokenizer)
+    return ContextMemory(model, tokenizer, eraser=eraser_of(model))
 
 
 @pytest.fixture

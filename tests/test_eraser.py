@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import moved
 from oracle import assert_equals_reference, assert_unchanged, layer_tensors, same_tensors, snapshot
 from safetensors.torch import load_file
 from tiny import build, tiny_config, tiny_model, tiny_tokenizer
@@ -35,15 +36,6 @@ TEXTS = [
 ]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Make = Callable[..., ContextMemory]
-
-
-def moved(eraser: KVEraser, model: Any, scale: float = 0.3) -> KVEraser:
-    """An eraser that changes what it erases, as a trained one does."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in eraser.adapter_for(Backbone.of(model)).module.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    return eraser
 
 
 def filled(memory: ContextMemory) -> list[Any]:

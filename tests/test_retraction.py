@@ -22,6 +22,7 @@ from tiny import WINDOW, build, tiny_config, tiny_model, tiny_tokenizer
 
 from contextmem import ContextMemory, InvalidInput, SegmentNotFound, SuffixRepair, UnsupportedEdit
 from contextmem.retraction import METHODS, delete_and_shift
+from contextmem.retraction.refill import Refill
 
 TEXTS = ["First come the apples. ", "Then there are pears! ", "At last a plum, a fig. ", "And some old bread."]
 REMOVING = [name for name in METHODS if name not in ("crop", "instruct")]
@@ -149,6 +150,37 @@ def test_suffix_repair_of_everything_is_exact(memory: ContextMemory) -> None:
     assert_equals_reference(memory)
 
 
+@pytest.mark.parametrize("n_after", [0, 7, 1000])
+def test_refill_computes_blanks_and_the_next_tokens_in_place(memory: ContextMemory, n_after: int) -> None:
+    segments = filled(memory)
+    before, ids = layer_tensors(memory), list(memory.token_ids)
+    start, stop = segments[1].start, segments[1].stop
+    end = min(stop + n_after, len(ids))
+    report = memory.retract(segments[1], method=Refill(n_after))
+    assert report.tokens_recomputed == end - start and report.tokens_reused == len(ids) - (end - start)
+    after = layer_tensors(memory)
+    assert same_tensors(
+        [(k[:, :, :start], v[:, :, :start]) for k, v in after], [(k[:, :, :start], v[:, :, :start]) for k, v in before]
+    )
+    assert same_tensors(
+        [(k[:, :, end:], v[:, :, end:]) for k, v in after], [(k[:, :, end:], v[:, :, end:]) for k, v in before]
+    )
+    ids[start:stop] = memory._codec.encode("\n") * (stop - start)
+    past, _ = plain_cache(memory.model, ids)
+    for (k, v), layer in zip(after, past.layers, strict=True):
+        torch.testing.assert_close(k[:, :, start:end], layer.keys[:, :, start:end], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(v[:, :, start:end], layer.values[:, :, start:end], rtol=1e-3, atol=1e-4)
+
+
+def test_erased_spans_that_nothing_follows_go_too(memory: ContextMemory) -> None:
+    segments = filled(memory)
+    memory.retract([segments[1], segments[2]], method="kveraser")
+    memory.retract(segments[3])
+    assert memory.seq_length == segments[0].stop and memory._state.is_exact
+    memory.append("More of it. ")
+    assert_equals_reference(memory)
+
+
 def test_instruct_removes_nothing_and_says_so(memory: ContextMemory) -> None:
     segments = filled(memory)
     before = layer_tensors(memory)
@@ -192,7 +224,8 @@ def test_dry_run_changes_nothing_and_foretells_the_report(memory: ContextMemory,
         assert getattr(plan, field) == getattr(done, field)
 
 
-def test_auto_cuts_the_tail_and_recomputes_the_middle(memory: ContextMemory) -> None:
+def test_auto_cuts_the_tail_and_recomputes_the_middle(model: Any) -> None:
+    memory = ContextMemory(model, tiny_tokenizer(), eraser=None)
     segments = filled(memory)
     assert memory.retract(segments[3]).method == "crop"
     assert memory.retract(segments[1]).method == "recompute"
@@ -383,7 +416,7 @@ def test_smollm2_methods(smol: ContextMemory, method: str) -> None:
     if report.guarantee == "exact":
         assert_equals_reference(smol, "So what is left?")
     past, _ = plain_cache(smol.model, smol.token_ids)
-    if method != "mask":
+    if method not in ("mask", "kveraser", "refill"):
         theirs = past.layers[0].keys
         assert (smol.past_key_values.layers[0].keys - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     smol.settle()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import eraser_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,7 +34,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def begin(self, name: str) -> None:
         architecture, attention = name.split("-")
         self.model = tiny_model(architecture, attention)
-        self.memory = ContextMemory(self.model, TOKENIZER, chunk_size=7)
+        self.memory = ContextMemory(self.model, TOKENIZER, chunk_size=7, eraser=eraser_of(self.model))
         self.watched: list[tuple[ContextMemory, Any]] = []
         self.marks: list[tuple[Any, Any]] = []
         self.forked: set[int] = set()
@@ -59,7 +60,8 @@ class MemoryMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(live), min_size=1, max_size=3 if several else 1, unique_by=lambda s: s.id)
         )
         kept = [s.text for s in live if s.id not in {c.id for c in chosen}]
-        outside = self.outside(chosen)
+        keep = self.kept_slots(chosen)
+        outside = [(k[:, :, keep], v[:, :, keep]) for k, v in layer_tensors(self.memory)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = self.memory.retract(chosen, method=method)
@@ -67,19 +69,25 @@ class MemoryMachine(RuleBasedStateMachine):
         assert set(report.segments) == {c.id for c in chosen}
         if report.method == "mask":
             assert same_tensors(layer_tensors(self.memory), outside)
+        if report.method == "kveraser":
+            assert same_tensors([(k[:, :, keep], v[:, :, keep]) for k, v in layer_tensors(self.memory)], outside)
         if report.guarantee == "exact":
             assert self.memory._state.is_exact
 
-    def outside(self, chosen: list[Any]) -> list[Any]:
+    def kept_slots(self, chosen: list[Any]) -> list[int]:
+        """Slots that stay: not those of the chosen and their frames, nor of erased spans that nothing live follows."""
         gone = {segment.id for segment in chosen}
         everything = len(gone) == len(self.memory.segments())
-        keep = [
-            slot
-            for span in self.memory.segments(frames=True)
-            for slot in range(span.start, span.stop)
-            if not (span.id in gone or span.owner in gone or (everything and span.kind == "frame"))
+        spans = self.memory._state.ledger.spans
+        live = [
+            span
+            for span in spans
+            if span.state == "live"
+            and not (span.id in gone or span.owner in gone or (everything and span.kind == "frame"))
         ]
-        return [(k[:, :, keep], v[:, :, keep]) for k, v in layer_tensors(self.memory)]
+        end = max((span.stop for span in live), default=0)
+        erased = [span for span in spans if span.state == "erased" and span.start < end]
+        return sorted(slot for span in (*live, *erased) for slot in range(span.start, span.stop))
 
     @rule()
     def settle(self) -> None:
@@ -117,7 +125,7 @@ class MemoryMachine(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "m.ctx"
             self.memory.save(path)
-            self.memory = ContextMemory.load(path, self.model, TOKENIZER)
+            self.memory = ContextMemory.load(path, self.model, TOKENIZER, eraser=eraser_of(self.model))
         self.memory.chunk_size = 7
         assert_unchanged(self.memory, before)
         self.marks = []

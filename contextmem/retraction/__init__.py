@@ -1,6 +1,6 @@
 """Retraction: one file a method, one protocol, one registry."""
 
-from contextmem.retraction import crop, delete_and_shift, instruct, kveraser, mask, recompute, suffix_repair
+from contextmem.retraction import crop, delete_and_shift, instruct, kveraser, mask, recompute, refill, suffix_repair
 from contextmem.retraction.auto import choose
 from contextmem.retraction.base import METHODS, Edit, Method, Plan, method_named, register
 from contextmem.retraction.kveraser import KVErase
@@ -21,6 +21,7 @@ __all__ = [
     "mask",
     "method_named",
     "recompute",
+    "refill",
     "register",
     "suffix_repair",
 ]

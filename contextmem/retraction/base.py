@@ -92,14 +92,14 @@ class Plan:
         tokens: tokens to compute (again, or for the first time in the case of an instruction).
         guarantee: "exact" (as if never seen), "approximate" (later segments keep traces) or "none".
         why: one line for the report, if there is something to say.
-        in_place: whether `tokens` are those of the span itself, whose slots stay in use.
+        replaced: how many of `tokens` are the span's own, whose slots stay in use.
     """
 
     method: str
     tokens: int
     guarantee: str
     why: str = ""
-    in_place: bool = False
+    replaced: int = 0
 
 
 class Method(Protocol):

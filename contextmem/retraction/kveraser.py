@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from contextmem.eraser import KVEraser
 from contextmem.errors import UnsupportedEdit
+from contextmem.framing import framing_of
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
 from contextmem.state import State
@@ -23,11 +24,12 @@ class KVErase:
 
     Attributes:
         eraser: default: the memory's own.
-        question: for an eraser that is conditioned on the question.
+        question, prefix: what will be asked, as in `ask`, for an eraser that is conditioned on the question.
     """
 
     eraser: KVEraser | None = None
     question: str = ""
+    prefix: str = ""
     name: str = "kveraser"
 
     def plan(self, edit: Edit) -> Plan:
@@ -40,17 +42,24 @@ class KVErase:
                 f"the span has {longest:,} tokens, this eraser takes up to {eraser.config.max_span_tokens:,}. Use "
                 f"method='auto' or 'recompute'. Nothing was changed."
             )
-        return Plan(self.name, edit.n_removed, "approximate", in_place=True)
+        return Plan(self.name, edit.n_removed, "approximate", replaced=edit.n_removed)
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:
             return Crop().apply(edit)
         cache = edit.state.cache.owned(edit.start)
         spans = [(start, edit.ids_between(start, stop)) for start, stop in edit.ranges]
-        question = edit.codec.encode(self.question)
-        steering = self._fitting(edit).steer(edit.backbone, cache, spans, question, chunk=edit.chunk, step=edit.step)
+        steering = self._fitting(edit).steer(
+            edit.backbone, cache, spans, self._asked(edit), chunk=edit.chunk, step=edit.step
+        )
         patches = tuple((start, slots) for (start, _), slots in zip(spans, steering, strict=True))
         return State(edit.state.ledger.erased(edit.ids), cache, min(edit.state.exact_slots, edit.start), patches)
+
+    def _asked(self, edit: Edit) -> tuple[int, ...]:
+        if not self.question:
+            return ()
+        opened = framing_of(edit.codec).answer_open
+        return (*edit.codec.encode(self.question), *opened, *edit.codec.encode(self.prefix))
 
     def _fitting(self, edit: Edit) -> KVEraser:
         eraser = self.eraser or edit.eraser()

@@ -16,9 +16,10 @@ from contextmem.codec import Codec
 from contextmem.eraser import KVEraser
 from contextmem.errors import InvalidInput
 from contextmem.framing import framing_of
+from contextmem.training.layout import Layout
 from contextmem.training.objective import EraserObjective
 from contextmem.training.prose import TRAIN, prose_of
-from contextmem.training.samples import Layout, Source
+from contextmem.training.samples import Source
 from contextmem.training.samples.distractor_qa import DistractorQaSource, questions_of
 from contextmem.training.samples.niah import NiahSource
 from contextmem.training.samples.span_neighbour import SpanNeighbourSource
@@ -42,6 +43,7 @@ class TrainingPlan:
         recall_share: share of span-neighbour samples among the contexts of stage 2.
         sizes: (tokens, weight) of needle contexts.
         max_span_tokens: longest span that the eraser will take; spans of up to 300 tokens are trained.
+        save_steps: optimizer steps between checkpoints.
         seed: of initial weights and samples.
     """
 
@@ -61,6 +63,7 @@ class TrainingPlan:
     recall_share: float = 0.15
     sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
     max_span_tokens: int = 512
+    save_steps: int = 25
     seed: int = 42
 
     @classmethod
@@ -102,7 +105,6 @@ def train_eraser(model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | P
         InvalidInput: `folder` holds a run with another plan.
     """
     folder = Path(folder)
-    _claim(folder, plan)
     model.eval().requires_grad_(False)
     if torch.cuda.is_available():
         model.to("cuda")
@@ -119,7 +121,8 @@ def train_eraser(model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | P
         seed=plan.seed,
     )
     adapter = eraser.adapter_for(backbone)
-    adapter.module.requires_grad_(True)
+    adapter.module.float().requires_grad_(True)
+    _claim(folder, plan)
     objective = EraserObjective(backbone, adapter, plan.conditioning)
     sources = _sources(plan)
     logs: dict[str, list[dict[str, Any]]] = {}
@@ -127,7 +130,9 @@ def train_eraser(model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | P
         if stage.steps:
             n = stage.steps * stage.contexts_per_step
             samples = Samples(layout, sources, stage.mix, n, f"{plan.seed}-{stage.name}")
-            logs[stage.name] = fit(objective, samples, stage, folder / stage.name, seed=plan.seed)
+            logs[stage.name] = fit(
+                objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps
+            )
             _described(eraser, plan, logs).save_pretrained(folder / stage.name / "eraser")
     trained = _described(eraser, plan, logs)
     trained.save_pretrained(folder / "eraser")
@@ -153,7 +158,7 @@ def _described(eraser: KVEraser, plan: TrainingPlan, logs: Mapping[str, Any]) ->
     settings["contexts"] = {
         stage.name: stage.steps * stage.contexts_per_step for stage in plan.stages() if stage.name in logs
     }
-    eraser.config = replace(eraser.config, training=settings)
+    eraser.config = replace(eraser.config, training=json.loads(json.dumps(settings)))
     return eraser
 
 

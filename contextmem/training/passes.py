@@ -17,10 +17,11 @@ __all__ = ["answer_logits", "joined", "steering"]
 
 def steering(core: Any, backbone: Backbone, seen: Slots, ids: Sequence[int], position: int) -> Slots:
     """The KV of `ids` at `position` and on, computed by `core` over what is `seen`; differentiable in its weights."""
-    cache = _cache_of(seen)
+    kept, trained = seen[0][0].dtype, core.get_input_embeddings().weight.dtype
+    cache = _cache_of(_cast(seen, trained))
     _run(core, backbone, ids, cache, position, 1)
     n = len(ids)
-    return [(layer.keys[:, :, -n:], layer.values[:, :, -n:]) for layer in cache.layers]
+    return _cast([(layer.keys[:, :, -n:], layer.values[:, :, -n:]) for layer in cache.layers], kept)
 
 
 def answer_logits(
@@ -38,6 +39,10 @@ def joined(parts: Sequence[Slots]) -> Slots:
         (torch.cat([k for k, _ in layer], dim=-2), torch.cat([v for _, v in layer], dim=-2))
         for layer in zip(*parts, strict=True)
     ]
+
+
+def _cast(slots: Slots, dtype: torch.dtype) -> Slots:
+    return [(keys.to(dtype), values.to(dtype)) for keys, values in slots]
 
 
 def _cache_of(slots: Slots) -> DynamicCache:

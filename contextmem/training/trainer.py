@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from contextmem.training.samples.base import Layout, Sample, Source
+from contextmem.training.layout import Layout
+from contextmem.training.samples.base import Sample, Source
 
 __all__ = ["Samples", "Stage", "fit"]
 

@@ -12,11 +12,21 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 from contextmem import ContextMemory
+from contextmem.evals.forks import unshared_fork
 from contextmem.evals.rows import RowLog
 
 __all__ = ["METHODS", "measure_ask", "measure_decode", "measure_prefill", "measure_retract", "text_of_length"]
 
-METHODS = ("recompute", "delete_and_shift", "suffix_repair", "suffix_repair_query", "mask", "instruct")
+METHODS = (
+    "recompute",
+    "kveraser",
+    "delete_and_shift",
+    "suffix_repair",
+    "suffix_repair_query",
+    "refill",
+    "mask",
+    "instruct",
+)
 PREFIX, SPAN = 256, 100
 
 Say = Callable[[str], None]
@@ -105,7 +115,7 @@ def measure_retract(model: Any, tokenizer: Any, suffixes: Sequence[int], repeats
             for method in METHODS:
                 sample = f"retract-{suffix}-{repeat}"
                 if not log.has(sample, method):
-                    report = memory.fork().retract(span, method=method)
+                    report = unshared_fork(memory).retract(span, method=method)
                     log.add(sample, method, kind="retract", tokens=suffix, seconds=report.seconds)
             say(f"retract-{suffix}-{repeat}")
 

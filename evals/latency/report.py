@@ -75,7 +75,7 @@ def _table(figures: dict[str, Any], used: dict[str, str], command: str, seed: in
         "|---|" + "---|" * (len(METHODS) + 1),
     ]
     for tokens, row in figures["retract"].items():
-        cells = " | ".join(f"{row[method]['seconds']:.3f}" for method in METHODS)
+        cells = " | ".join(f"{row[method]['seconds']:.3f}" if method in row else "" for method in METHODS)
         lines.append(f"| {tokens:,} | {cells} | {row['recompute']['n']} |")
     lines += ["", "`crop` (the span is the tail) cuts without computing or copying anything."]
     for row in figures["ask"]:
@@ -100,7 +100,8 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     sizes = list(figures["retract"])
     for method in METHODS:
-        left.plot(sizes, [figures["retract"][s][method]["seconds"] for s in sizes], marker="o", label=method)
+        known = [s for s in sizes if method in figures["retract"][s]]
+        left.plot(known, [figures["retract"][s][method]["seconds"] for s in known], marker="o", label=method)
     left.set(xscale="log", yscale="log", xlabel="tokens after the retracted span", ylabel="seconds", title="retract")
     left.set_xticks(sizes, [f"{s:,}" for s in sizes])
     left.minorticks_off()

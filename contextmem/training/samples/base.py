@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from contextmem.codec import Codec
-from contextmem.framing import Framing
+from contextmem.training.layout import Layout
 
-__all__ = ["CHECKS", "SOURCES", "Erasure", "Layout", "Sample", "Source", "register"]
+__all__ = ["CHECKS", "SOURCES", "Erasure", "Sample", "Source", "register"]
 
 CHECKS = ("none", "clean", "clean_and_misled")
 
@@ -49,26 +48,6 @@ class Sample:
     erasures: tuple[Erasure, ...]
     check: str = "none"
     clean: tuple[int, ...] | None = None
-
-
-class Layout:
-    """Puts texts together as a memory does: each tokenised alone, the template's frames round them."""
-
-    def __init__(self, codec: Codec, framing: Framing) -> None:
-        self.codec, self.framing = codec, framing
-
-    def context(self, texts: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Ids of a context of `texts` (or ids), and the slots of each."""
-        ids, spans = [*self.framing.bare_opening], []
-        for text in texts:
-            start = len(ids)
-            ids += self.codec.encode(text) if isinstance(text, str) else text
-            spans.append((start, len(ids)))
-        return tuple(ids), spans
-
-    def question(self, text: str, prefix: str = "") -> tuple[int, ...]:
-        """Ids of a question, the opened answer, and the answer's given beginning."""
-        return (*self.codec.encode(text), *self.framing.answer_open, *self.codec.encode(prefix))
 
 
 class Source(Protocol):

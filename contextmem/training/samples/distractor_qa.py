@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from contextmem.errors import InvalidInput
-from contextmem.training.samples.base import Erasure, Layout, Sample, register
+from contextmem.training.layout import Layout
+from contextmem.training.samples.base import Erasure, Sample, register
 
-__all__ = ["DistractorQaSource", "Question", "questions_of"]
+__all__ = ["DistractorQaSource", "Question", "questions_of", "uniform"]
 
 _ASK = "\n\nAnswer with a few words only. {question}"
 _PREFIX = "The answer is:"
@@ -69,12 +70,14 @@ def questions_of(*paths: str | Path, longest: int = 1600) -> tuple[Question, ...
     """Questions from JSONL files with records `{question, answers, documents: [{title, text, supporting}]}`.
 
     Args:
+        paths: files; what is no file is taken for a Hugging Face dataset ("name" or "name:config", its train split) with
+            the fields of SQuAD or of HotpotQA, which needs the `datasets` package and a network.
         longest: most characters of a passage; records whose supporting passage is longer are left out.
 
     Raises:
         InvalidInput: there is no such file, or no record that can be used.
     """
-    found = [question for path in paths for question in _usable(_records(Path(path)), longest)]
+    found = [question for path in paths for question in _usable(_records(path), longest)]
     if not found:
         raise InvalidInput(
             f"no question with a supporting passage that holds its answer in {', '.join(map(str, paths))}."
@@ -82,11 +85,35 @@ def questions_of(*paths: str | Path, longest: int = 1600) -> tuple[Question, ...
     return tuple(found)
 
 
-def _records(path: Path) -> Iterable[dict[str, Any]]:
-    if not path.is_file():
-        raise InvalidInput(f"there is no file {path}.")
-    for line in path.read_text().splitlines():
-        yield json.loads(line)
+def _records(path: str | Path) -> Iterable[dict[str, Any]]:
+    if Path(path).is_file():
+        for line in Path(path).read_text().splitlines():
+            yield json.loads(line)
+        return
+    try:
+        from datasets import load_dataset
+
+        name, _, config = str(path).partition(":")
+        dataset = load_dataset(name, config or None, split="train")
+    except Exception as error:  # the package is missing, or one of its many errors
+        raise InvalidInput(f"{path} is no file, and cannot be fetched as a dataset: {error}") from error
+    yield from (uniform(record) for record in dataset)
+
+
+def uniform(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of SQuAD or HotpotQA in the form of our files; others as they are."""
+    context = record.get("context")
+    if isinstance(context, str):
+        documents = [{"title": record.get("title", ""), "text": context, "supporting": True}]
+        return {"question": record["question"], "answers": list(record["answers"]["text"]), "documents": documents}
+    if isinstance(context, dict):
+        supporting = set(record["supporting_facts"]["title"])
+        documents = [
+            {"title": title, "text": "".join(sentences), "supporting": title in supporting}
+            for title, sentences in zip(context["title"], context["sentences"], strict=True)
+        ]
+        return {"question": record["question"], "answers": [record["answer"]], "documents": documents}
+    return record
 
 
 def _usable(records: Iterable[dict[str, Any]], longest: int) -> Iterable[Question]:

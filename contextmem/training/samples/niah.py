@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from contextmem.training.haystack import cut, haystack
+from contextmem.training.layout import Layout
 from contextmem.training.needles import TRAIN_FORMS, Needle, new_key, new_value
 from contextmem.training.prose import Prose
-from contextmem.training.samples.base import Erasure, Layout, Sample, register
+from contextmem.training.samples.base import Erasure, Sample, register
 
 __all__ = ["NiahSource"]
 
@@ -45,7 +47,7 @@ class NiahSource:
         if rng.random() < _SHARE_OTHER_KEY:
             needles.append(Needle(rng.choice(TRAIN_FORMS), new_key(rng), new_value(rng, digits)))
             rng.shuffle(needles)
-        texts, places = _haystack(layout, rng, self.prose, [self._passage(layout, rng, n) for n in needles], n_tokens)
+        texts, places = haystack(layout, rng, self.prose, [self._passage(layout, rng, n) for n in needles], n_tokens)
         context, spans = layout.context(texts)
         slots = {needle: spans[place] for needle, place in zip(needles, places, strict=True)}
         asked = [(first, second), (second, first)] + [(rng.choice((first, second)), n) for n in needles if n.key != key]
@@ -63,9 +65,9 @@ class NiahSource:
                 filter(
                     None,
                     (
-                        _cut(layout, self.prose.paragraph(rng), int(budget * before)),
+                        cut(layout, self.prose.paragraph(rng), int(budget * before)),
                         needle.fact,
-                        _cut(layout, self.prose.paragraph(rng), int(budget * (1 - before))),
+                        cut(layout, self.prose.paragraph(rng), int(budget * (1 - before))),
                         "",
                     ),
                 )
@@ -78,37 +80,6 @@ def _erasure(layout: Layout, start: int, stop: int, kept: Needle, with_prefix: b
     question = layout.question("\n\n" + kept.question, kept.prefix if with_prefix else "")
     answer = f" {kept.value}." if with_prefix else f"{kept.prefix} {kept.value}."
     return Erasure(start, stop, question, layout.codec.encode(answer), "needle")
-
-
-def _haystack(
-    layout: Layout, rng: random.Random, prose: Prose, inserted: list[str], n_tokens: int
-) -> tuple[list[str], list[int]]:
-    """Paragraphs of about `n_tokens` with `inserted` between them, in that order; and the index of each."""
-    paragraphs: list[str] = []
-    left = n_tokens - sum(len(layout.codec.encode(text)) for text in inserted)
-    for paragraph in prose.stretch(rng):
-        length = len(layout.codec.encode(paragraph))
-        if left <= 0 and len(paragraphs) >= 2:
-            break
-        paragraphs.append((paragraph if length <= max(left, 40) else _cut(layout, paragraph, max(left, 40))) + " ")
-        left -= length
-    cuts = sorted(rng.randrange(len(paragraphs) + 1) for _ in inserted)
-    texts: list[str] = []
-    places: list[int] = []
-    at = 0
-    for cut, text in zip(cuts, inserted, strict=True):
-        texts += ["".join(paragraphs[at:cut])] if cut > at else []
-        places.append(len(texts))
-        texts.append(text)
-        at = cut
-    if at < len(paragraphs):
-        texts.append("".join(paragraphs[at:]))
-    return texts, places
-
-
-def _cut(layout: Layout, text: str, n_tokens: int) -> str:
-    """The beginning of a text, at a word's end."""
-    return layout.codec.longest_prefix(text, layout.codec.encode(text), n_tokens)[0].rpartition(" ")[0]
 
 
 register("niah", NiahSource)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from contextmem.training.layout import Layout
 from contextmem.training.prose import Prose
-from contextmem.training.samples.base import Erasure, Layout, Sample, register
+from contextmem.training.samples.base import Erasure, Sample, register
 
 __all__ = ["ANCHORS", "SpanNeighbourSource"]
 
@@ -30,6 +31,7 @@ class SpanNeighbourSource:
         shortest, longest: tokens of a document.
         n_chunks: chunks a document; each is erased alone, the others stay.
         chunk: (fewest, most) tokens of a chunk.
+        every_anchor: ask at each kind of anchor for every chunk, for evaluation, instead of one drawn by weight.
     """
 
     prose: Prose
@@ -37,6 +39,7 @@ class SpanNeighbourSource:
     longest: int = 900
     n_chunks: int = 3
     chunk: tuple[int, int] = (10, 300)
+    every_anchor: bool = False
     name: str = "span_neighbour"
 
     def sample(self, layout: Layout, rng: random.Random) -> Sample:
@@ -52,15 +55,22 @@ class SpanNeighbourSource:
         context, spans = layout.context([*texts, document[at:]])
         clean, _ = layout.context([document])
         erasures = [
-            _erasure(layout, rng, document, cuts, cut, spans[2 * number + 1]) for number, cut in enumerate(cuts)
+            _erasure(layout, rng, document, cuts, cut, spans[2 * number + 1], anchor)
+            for number, cut in enumerate(cuts)
+            for anchor in (ANCHORS if self.every_anchor else rng.choices(ANCHORS, weights=_WEIGHTS))
         ]
         return Sample(context, tuple(erasures), "clean", clean)
 
 
 def _erasure(
-    layout: Layout, rng: random.Random, document: tuple[int, ...], cuts: list[int], cut: int, span: tuple[int, int]
+    layout: Layout,
+    rng: random.Random,
+    document: tuple[int, ...],
+    cuts: list[int],
+    cut: int,
+    span: tuple[int, int],
+    anchor: str,
 ) -> Erasure:
-    anchor = rng.choices(ANCHORS, weights=_WEIGHTS)[0]
     if anchor == "before":
         at = cut
     elif anchor == "after":

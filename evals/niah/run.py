@@ -1,0 +1,74 @@
+"""`contextmem eval niah`: erasing NIAH by every method, derived probes, and latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contextmem import ContextMemory
+from contextmem.evals.niah.latency import measure_latency
+from contextmem.evals.niah.measure import METHODS, measure_derived, measure_sample
+from contextmem.evals.niah.report import write_report
+from contextmem.evals.niah.samples import derived_haystack, haystack_of
+from contextmem.evals.rows import RowLog
+from contextmem.loading import load_pretrained
+from contextmem.training.layout import Layout
+from contextmem.training.prose import HELD_OUT, prose_of
+
+__all__ = ["SAMPLES", "run"]
+
+SAMPLES = {512: 60, 1024: 60, 2048: 40, 4096: 20, 8192: 10}
+DERIVED_SIZE = 1024
+
+
+def run(
+    folder: Path,
+    *,
+    model_name: str = "smollm2-135m-instruct",
+    eraser: str = "auto",
+    dtype: str | None = None,
+    text: Sequence[str | Path] = (),
+    samples: Mapping[int, int] | None = None,
+    methods: Sequence[str] = METHODS,
+    n_derived: int = 20,
+    latency_sizes: Sequence[int] = (),
+    repeats: int = 5,
+    seed: int = 0,
+    command: str = "contextmem eval niah",
+    say: Callable[[str], None] = print,
+) -> str:
+    """Measure what is missing in `folder`/rows.jsonl and write the report; returns the table.
+
+    Args:
+        folder: where rows, metrics, table and plot go; a run resumes from the rows it finds there and adds to them.
+        eraser: "auto", a folder or a hub id.
+        text: files or folders of background text; none: the held-out half of the topics of Python's language reference.
+        samples: contexts by size in tokens; each gives a row for either needle.
+        methods: of `METHODS`.
+        n_derived: contexts with a sentence derived from the erased needle.
+        latency_sizes: sizes to measure latency at, on a machine that does nothing else.
+        repeats: repetitions of the latency measurement.
+    """
+    torch.manual_seed(seed)
+    model, tokenizer = load_pretrained(model_name, dtype=dtype)
+
+    def new_memory(**options: Any) -> ContextMemory:
+        return ContextMemory(model, tokenizer, eraser=eraser, **options)
+
+    empty = new_memory()
+    layout = Layout(empty._codec, empty._framing)
+    prose = prose_of(*text, part=None if text else HELD_OUT)
+    log = RowLog(folder / "rows.jsonl")
+    for size, n in (SAMPLES if samples is None else samples).items():
+        for number in range(n):
+            measure_sample(new_memory, haystack_of(layout, prose, size, number, seed), methods, log)
+            say(f"{size}: {number + 1} of {n}")
+    for number in range(n_derived):
+        measure_derived(new_memory, derived_haystack(layout, prose, DERIVED_SIZE, number, seed), log)
+        say(f"derived: {number + 1} of {n_derived}")
+    measure_latency(new_memory, layout, prose, latency_sizes, repeats, seed, log, say)
+    table: str = write_report(log, folder, command, seed, str(model.dtype).removeprefix("torch."))
+    return table

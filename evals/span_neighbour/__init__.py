@@ -1,0 +1,1 @@
+"""Span-neighbour accuracy: does erasing a foreign chunk restore the document round it? Compares erasers."""

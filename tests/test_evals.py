@@ -1,0 +1,107 @@
+"""Evaluations: intervals, held-out samples, rows that resume and hold no text. On a tiny model, so figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import build, tiny_config, tiny_tokenizer
+
+from contextmem import ContextMemory, KVEraser
+from contextmem.evals.bootstrap import mean_interval
+from contextmem.evals.niah.measure import METHODS, PROBES
+from contextmem.evals.niah.run import run as run_niah
+from contextmem.evals.niah.samples import derived_haystack, filled, haystack_of
+from contextmem.evals.span_neighbour.run import run as run_span_neighbour
+from contextmem.retraction import METHODS as RETRACTIONS
+from contextmem.training.layout import Layout
+from contextmem.training.prose import HELD_OUT, TRAIN, prose_of
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: Any) -> Path:
+    """A folder with a tiny model, and an eraser for it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = build(tiny_config("llama", num_hidden_layers=2), seed=3)
+    model.save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    KVEraser.untrained(model).save_pretrained(folder / "eraser")
+    return folder
+
+
+def test_intervals() -> None:
+    assert mean_interval([1.0] * 9) == (1.0, 1.0, 1.0)
+    mean, low, high = mean_interval([1, 0] * 50)
+    assert mean == 0.5 and 0.38 < low < 0.43 and 0.57 < high < 0.62
+    assert mean_interval([1, 0] * 50) == (mean, low, high)
+
+
+def test_every_removing_method_is_evaluated() -> None:
+    assert set(METHODS) == {"none", *RETRACTIONS} - {"crop"}
+
+
+class TestHaystacks:
+    def layout(self, memory: ContextMemory) -> Layout:
+        return Layout(memory._codec, memory._framing)
+
+    @pytest.mark.smollm2
+    @pytest.mark.parametrize("size", [512, 2048])
+    def test_either_needle_is_a_segment_of_its_own(self, smol: ContextMemory, size: int) -> None:
+        sample = haystack_of(self.layout(smol), prose_of(part=HELD_OUT), size, 1, 0)
+        assert sample == haystack_of(self.layout(smol), prose_of(part=HELD_OUT), size, 1, 0)
+        first, second = (sample.texts[place] for place in sample.places)
+        assert first == sample.needles[0].fact + " " and second == sample.needles[1].fact + " "
+        assert sample.places[0] < sample.places[1]
+        text = "".join(sample.texts)
+        assert all(text.count(needle.value) == 1 for needle in sample.needles)
+        _, spans = self.layout(smol).context(sample.texts)
+        assert 0.9 * size < spans[-1][1] + 80 <= size + 60
+
+    @pytest.mark.smollm2
+    def test_what_was_derived_names_its_needle(self, smol: ContextMemory) -> None:
+        sample = derived_haystack(self.layout(smol), prose_of(part=HELD_OUT), 512, 0, 0)
+        segments = filled(smol, sample)
+        assert sample.derived is not None and segments[sample.derived].parents == (segments[sample.places[0]].id,)
+        assert sample.needles[0].value in segments[sample.derived].text
+
+    @pytest.mark.smollm2
+    def test_no_paragraph_of_the_training_half_is_used(self, smol: ContextMemory) -> None:
+        train = {p for document in prose_of(part=TRAIN).documents for p in document}
+        held_out = {p for document in prose_of(part=HELD_OUT).documents for p in document}
+        rng = random.Random(0)
+        drawn = {prose_of(part=HELD_OUT).paragraph(rng) for _ in range(50)}
+        assert drawn <= held_out
+        assert len(drawn & train) <= 0.1 * len(drawn)  # a few set phrases stand in several topics
+
+
+def test_niah_rows_add_up_and_hold_no_text(place: Path, tmp_path: Path) -> None:
+    options: Any = {"model_name": str(place / "model"), "eraser": str(place / "eraser"), "n_derived": 1}
+    run_niah(tmp_path, samples={700: 1}, say=lambda _: None, **options)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * len(METHODS) + len(PROBES)
+    texts = {"id", "method", "kind", "needle", "outcome"}
+    assert all(isinstance(v, int | float) or name in texts for row in rows for name, v in row.items())
+    table = run_niah(tmp_path, samples={700: 2}, latency_sizes=(700,), repeats=1, say=lambda _: None, **options)
+    again = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert again[: len(rows)] == rows and len(again) == len(rows) + 2 * len(METHODS) + 4
+    assert all(f"| {method} |" in table for method in METHODS)
+    assert (tmp_path / "table.md").read_text() == table
+    assert (tmp_path / "plot.png").stat().st_size > 0 and json.loads((tmp_path / "metrics.json").read_text())[
+        "seed"
+    ] == 0
+
+
+def test_span_neighbour_rows_add_up(place: Path, tmp_path: Path) -> None:
+    options: Any = {"model_name": str(place / "model"), "say": lambda _: None}
+    run_span_neighbour(tmp_path, {"one": str(place / "eraser")}, n_samples=2, **options)
+    table = run_span_neighbour(tmp_path, {"two": str(place / "eraser")}, n_samples=2, **options)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 3 * 4 and {row["method"] for row in rows} == {"contaminated", "recompute", "one", "two"}
+    untrained = [(row["score"], row["logprob"]) for row in rows if row["method"] == "one"]
+    contaminated = [(row["score"], row["logprob"]) for row in rows if row["method"] == "contaminated"]
+    for (s, p), (t, q) in zip(untrained, contaminated, strict=True):
+        assert s == t and p == pytest.approx(q, abs=1e-3)
+    assert "span-neighbour" in table.lower()

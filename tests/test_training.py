@@ -1,0 +1,283 @@
+"""Training: samples that say what they claim, the loss of the library's own edit, gradients where they belong, resuming."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import moved
+from safetensors.torch import load_file
+from tiny import build, tiny_config, tiny_model, tiny_tokenizer
+
+from contextmem import ContextMemory, InvalidInput, KVErase, KVEraser
+from contextmem.backbone import Backbone
+from contextmem.codec import Codec
+from contextmem.eraser import CONDITIONINGS
+from contextmem.framing import framing_of
+from contextmem.training.eraser import TrainingPlan, train_eraser
+from contextmem.training.layout import Layout
+from contextmem.training.objective import EraserObjective
+from contextmem.training.prose import HELD_OUT, TRAIN, prose_of
+from contextmem.training.samples import Erasure, Sample
+from contextmem.training.samples.distractor_qa import DistractorQaSource, questions_of, uniform
+from contextmem.training.samples.niah import NiahSource
+from contextmem.training.samples.span_neighbour import ANCHORS, SpanNeighbourSource
+from contextmem.training.trainer import Samples
+
+PROSE = prose_of(part=TRAIN)
+RECORD = {
+    "question": "Where is the castle?",
+    "answers": ["Prague"],
+    "documents": [
+        {"title": "Castles", "text": "The castle stands in Prague.", "supporting": True},
+        {"title": "Rivers", "text": "The river is long.", "supporting": False},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    codec = Codec.of(tiny_tokenizer_kept())
+    return Layout(codec, framing_of(codec))
+
+
+def tiny_tokenizer_kept(made: list[Any] = []) -> Any:  # noqa: B006  (one tokenizer, kept alive)
+    made.append(tiny_tokenizer()) if not made else None
+    return made[0]
+
+
+def text_of(layout: Layout, ids: Any) -> str:
+    return layout.codec.decode(list(ids))
+
+
+class TestSamples:
+    def test_the_halves_of_the_prose_are_disjoint(self) -> None:
+        train, held_out = (set(prose_of(part=part).documents) for part in (TRAIN, HELD_OUT))
+        assert train and held_out and not train & held_out
+        assert train | held_out == set(prose_of().documents)
+
+    def test_prose_from_files_and_folders(self, tmp_path: Path) -> None:
+        paragraph = "A paragraph that is long enough to count as one, which takes more than eighty characters."
+        (tmp_path / "a.txt").write_text(paragraph + "\n\n| a table |\n\n" + paragraph.upper())
+        (tmp_path / "b.jsonl").write_text(json.dumps({"text": paragraph.lower()}) + "\n")
+        assert sorted(prose_of(tmp_path).documents) == sorted([(paragraph, paragraph.upper()), (paragraph.lower(),)])
+        with pytest.raises(InvalidInput, match="no file or folder"):
+            prose_of(tmp_path / "nowhere")
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_needles(self, layout: Layout, seed: int) -> None:
+        sample = NiahSource(PROSE, sizes=((2048, 1.0),)).sample(layout, random.Random(seed))
+        assert sample == NiahSource(PROSE, sizes=((2048, 1.0),)).sample(layout, random.Random(seed))
+        assert len(sample.context) <= 2048 + 300 and len(sample.erasures) in (2, 3)
+        for erasure in sample.erasures:
+            span = text_of(layout, sample.context[erasure.start : erasure.stop])
+            rest = text_of(layout, sample.context[: erasure.start] + sample.context[erasure.stop :])
+            value = "".join(c for c in text_of(layout, erasure.answer) if c.isdigit())
+            assert value in rest and value not in span
+        spans = {(e.start, e.stop) for e in sample.erasures}
+        assert len(spans) == 2
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_span_neighbours(self, layout: Layout, seed: int) -> None:
+        sample = SpanNeighbourSource(PROSE, every_anchor=True).sample(layout, random.Random(seed))
+        assert [e.kind for e in sample.erasures[:3]] == list(ANCHORS)
+        clean = text_of(layout, sample.clean or ())
+        asked = text_of(layout, layout.question("\n\nThe same document again:"))
+        for erasure in sample.erasures:
+            anchor = text_of(layout, erasure.question).removeprefix(asked)
+            assert anchor + text_of(layout, erasure.answer) in clean
+            if erasure.kind == "before":
+                before = text_of(layout, sample.context[: erasure.start])
+                after = text_of(layout, sample.context[erasure.stop :])
+                assert before.endswith(anchor) and after.startswith(text_of(layout, erasure.answer))
+
+    def test_distractors(self, layout: Layout, tmp_path: Path) -> None:
+        other = RECORD | {"answers": ["Brno"], "question": "Where is the inn?"}
+        other["documents"] = [{"title": "Inns", "text": "The inn is in Brno.", "supporting": True}]
+        (tmp_path / "qa.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(other))
+        source = DistractorQaSource(questions_of(tmp_path / "qa.jsonl"))
+        for seed in range(6):
+            sample = source.sample(layout, random.Random(seed))
+            (erasure,) = sample.erasures
+            span = text_of(layout, sample.context[erasure.start : erasure.stop])
+            answer = text_of(layout, erasure.answer).strip()
+            wrong = {"Prague": "Brno", "Brno": "Prague"}[answer]
+            assert wrong in span and answer not in span and sample.check == "clean_and_misled"
+        with pytest.raises(InvalidInput, match="no file"):
+            questions_of(tmp_path / "nowhere.jsonl")
+
+    def test_records_of_known_datasets(self) -> None:
+        squad = {"title": "Castles", "context": "In Prague.", "question": "Where?", "answers": {"text": ["Prague"]}}
+        assert uniform(squad)["documents"] == [{"title": "Castles", "text": "In Prague.", "supporting": True}]
+        hotpot = {
+            "question": "Where?",
+            "answer": "Prague",
+            "context": {"title": ["A", "B"], "sentences": [["One. ", "Two."], ["Three."]]},
+            "supporting_facts": {"title": ["B"], "sent_id": [0]},
+        }
+        assert [d["supporting"] for d in uniform(hotpot)["documents"]] == [False, True]
+        assert uniform(RECORD) == RECORD
+
+    def test_by_number_whatever_the_order(self, layout: Layout) -> None:
+        sources: Any = {"niah": NiahSource(PROSE, sizes=((1024, 1.0),)), "span_neighbour": SpanNeighbourSource(PROSE)}
+        samples = Samples(layout, sources, {"niah": 0.5, "span_neighbour": 0.5}, 8, "seed")
+        again = Samples(layout, sources, {"niah": 0.5, "span_neighbour": 0.5}, 8, "seed")
+        assert samples[5] == again[5] and samples[5] != again[4]
+
+
+@pytest.mark.parametrize("conditioning", CONDITIONINGS)
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_the_loss_is_that_of_the_librarys_own_edit(conditioning: str, adapter: str) -> None:
+    """Cross-entropy through the objective = minus the log-probability a memory gives the answer after erasing."""
+    model = tiny_model("llama")
+    eraser = moved(KVEraser.untrained(model, conditioning=conditioning, adapter=adapter), model)
+    memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
+    segments = [memory.append(t) for t in ("One two three. ", "Four five six. ", "Seven eight nine, and ten at last.")]
+    question, answer = memory._codec.encode("Which?"), memory._codec.encode("Three")
+    opened = (*question, *memory._framing.answer_open)
+    erasure = Erasure(segments[1].start, segments[1].stop, opened, answer, "test")
+    backbone = Backbone.of(model)
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), conditioning)
+    loss = float(objective(Sample(memory.token_ids, (erasure,)))["loss"].detach())
+    memory.retract(segments[1], method=KVErase(question="Which?"))
+    assert loss == pytest.approx(-memory.score("Three", question="Which?") / len(answer), rel=1e-4)
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_gradients_reach_the_eraser_and_nothing_else(model: Any, adapter: str) -> None:
+    eraser = moved(KVEraser.untrained(model, adapter=adapter), model)
+    backbone = Backbone.of(model)
+    module = eraser.adapter_for(backbone).module.requires_grad_(True)
+    flags = [p.requires_grad for p in model.parameters()]
+    model.requires_grad_(False)
+    try:
+        objective = EraserObjective(backbone, eraser.adapter_for(backbone))
+        assert {id(p) for p in objective.parameters()} == {id(p) for p in module.parameters()}
+        context = tuple(range(5, 60))
+        objective(Sample(context, (Erasure(40, 50, (7, 8), (9, 10), "test"),)))["loss"].backward()
+        assert any(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in module.parameters())
+        assert all(p.grad is None for p in model.parameters())
+    finally:
+        for parameter, flag in zip(model.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+
+
+def test_only_samples_that_pass_their_check_count() -> None:
+    model = tiny_model("llama")
+    eraser = KVEraser.untrained(model)
+    backbone = Backbone.of(model)
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone))
+    context, question = tuple(range(5, 60)), (7, 8)
+    without = backbone.new_cache()
+    backbone.prefill(context[:20] + context[30:], without)
+    right = int(backbone.forward(question, without).argmax())
+    wrong = (right + 1) % 300
+    for check, answer, kept in (("clean", right, 1), ("clean", wrong, 0), ("none", wrong, 1)):
+        objective.kept = 0
+        loss = objective(Sample(context, (Erasure(20, 30, question, (answer,), "test"),), check))["loss"]
+        assert objective.kept == kept and (float(loss.detach()) > 0) == bool(kept)
+    with_it = backbone.new_cache()
+    backbone.prefill(context, with_it)
+    misled = int(backbone.forward(question, with_it).argmax()) != right
+    objective.kept = 0
+    objective(Sample(context, (Erasure(20, 30, question, (right,), "test"),), "clean_and_misled"))
+    assert objective.kept == int(misled)
+
+
+class TestTrainer:
+    PLAN: ClassVar[dict[str, Any]] = {
+        "stage1_steps": 2,
+        "stage2_steps": 4,
+        "contexts_per_step": 2,
+        "sizes": ((400, 1.0),),
+        "rank": 2,
+        "save_steps": 2,
+        "lr": 0.01,
+        "stage2_lr": 0.01,
+    }
+
+    def model(self) -> Any:
+        return build(tiny_config("llama", num_hidden_layers=2), seed=3)
+
+    def test_a_killed_run_goes_on_and_ends_the_same(self, tmp_path: Path, monkeypatch: Any) -> None:
+        plan = TrainingPlan(**self.PLAN)
+        train_eraser(self.model(), tiny_tokenizer_kept(), plan, tmp_path / "whole")
+        calls = []
+        original = EraserObjective.forward
+
+        def killed(self: EraserObjective, sample: Sample) -> Any:
+            calls.append(1)
+            if len(calls) == 4 + 6:  # in the second stage, after its first checkpoint
+                raise KeyboardInterrupt
+            return original(self, sample)
+
+        monkeypatch.setattr(EraserObjective, "forward", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_eraser(self.model(), tiny_tokenizer_kept(), plan, tmp_path / "killed")
+        monkeypatch.undo()
+        counted = []
+
+        def counting(self: EraserObjective, sample: Sample) -> Any:
+            counted.append(1)
+            return original(self, sample)
+
+        monkeypatch.setattr(EraserObjective, "forward", counting)
+        trained = train_eraser(self.model(), tiny_tokenizer_kept(), plan, tmp_path / "killed")
+        assert len(counted) == 4, "it went on from the checkpoint"
+        one, other = (load_file(tmp_path / f"{run}/eraser/adapter_model.safetensors") for run in ("whole", "killed"))
+        untrained = KVEraser.untrained(self.model(), rank=2, seed=plan.seed)
+        untrained.save_pretrained(tmp_path / "untrained")
+        zero = load_file(tmp_path / "untrained/adapter_model.safetensors")
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert any(not torch.equal(one[name], zero[name]) for name in one)
+        assert (tmp_path / "killed/loss.png").stat().st_size > 0
+        assert trained.config.training["contexts"] == {"stage-1": 4, "stage-2": 8}
+        again = KVEraser.from_pretrained(tmp_path / "killed/eraser")
+        assert again.config == trained.config
+
+    def test_a_full_copy_trains_and_saves(self, tmp_path: Path) -> None:
+        plan = TrainingPlan(**self.PLAN | {"adapter": "full", "stage1_steps": 0, "stage2_steps": 1})
+        train_eraser(self.model(), tiny_tokenizer_kept(), plan, tmp_path)
+        assert KVEraser.from_pretrained(tmp_path / "eraser").config.adapter == "full"
+
+    def test_training_lowers_the_loss(self, tmp_path: Path) -> None:
+        """On four contexts that are seen again and again."""
+        model = self.model().requires_grad_(False)
+        eraser = KVEraser.untrained(model, rank=4)
+        backbone = Backbone.of(model)
+        adapter = eraser.adapter_for(backbone)
+        objective = EraserObjective(backbone, adapter)
+        optimizer = torch.optim.AdamW(objective.parameters(), lr=0.02)
+        sample = Sample(tuple(range(5, 60)), (Erasure(20, 30, (7, 8), (9, 10), "test"),))
+        losses = []
+        for _ in range(25):
+            optimizer.zero_grad()
+            loss = objective(sample)["loss"]
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.8 * losses[0]
+
+    def test_a_folder_belongs_to_one_plan(self, tmp_path: Path) -> None:
+        train_eraser(
+            self.model(),
+            tiny_tokenizer_kept(),
+            TrainingPlan(**self.PLAN | {"stage1_steps": 1, "stage2_steps": 0}),
+            tmp_path,
+        )
+        with pytest.raises(InvalidInput, match="another plan"):
+            train_eraser(self.model(), tiny_tokenizer_kept(), TrainingPlan(**self.PLAN | {"seed": 5}), tmp_path)
+
+    def test_plans_from_files_and_flags(self, tmp_path: Path) -> None:
+        (tmp_path / "plan.toml").write_text('rank = 8\nlr = 0.1\nsizes = [[512, 1.0]]\ntext = ["a", "b"]\n')
+        plan = TrainingPlan.read(tmp_path / "plan.toml", {"lr": 0.2, "seed": None})
+        assert (plan.rank, plan.lr, plan.sizes, plan.text) == (8, 0.2, ((512, 1.0),), ("a", "b"))
+        (tmp_path / "plan.toml").write_text("ranks = 8\n")
+        with pytest.raises(InvalidInput, match="ranks"):
+            TrainingPlan.read(tmp_path / "plan.toml", {})
+        with pytest.raises(InvalidInput, match="cannot be read"):
+            TrainingPlan.read(tmp_path / "nowhere.toml", {})
