@@ -18,5 +18,5 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from contextmem.evals.environment import environment
 from contextmem.evals.latency.measure import METHODS, PREFIX
 from contextmem.evals.rows import RowLog
@@ -54,7 +56,9 @@ def _table(figures: dict[str, Any], used: dict[str, str], command: str, seed: in
     lines = [
         "# Latency on SmolLM2-135M-Instruct, float32",
         "",
-        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
+        f"`{command}`, seed {seed}, {torch.get_num_threads()} threads; "
+        + ", ".join(f"{name} {value}" for name, value in used.items())
+        + ".",
         "Medians; n = repetitions. Ratios above 1 mean that contextmem is faster. Both sides ran alternately in one run.",
         "",
         "| what | tokens | contextmem | transformers | ratio | n |",

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from contextmem import ContextMemory
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.niah.samples import Haystack, filled, haystack_of
@@ -88,5 +90,6 @@ def _once(memory: ContextMemory, sample: Haystack, span: Any, method: str) -> di
         "decode_s": decode_s,
         "suffix": n_slots - span.stop,
         "span": span.n_tokens,
+        "threads": torch.get_num_threads(),
         "traffic_nbytes": (N_DECODED + erased) * weights + kv * slot,
     }

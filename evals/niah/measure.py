@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from contextmem import ContextMemory, DependentsWarning
 from contextmem.cache import SpanCache
 from contextmem.evals.forks import unshared_fork
@@ -83,6 +85,7 @@ def measure_sample(
             decoded=asked.n_decoded,
             span=gone.n_tokens,
             suffix=memory.seq_length - gone.stop,
+            threads=torch.get_num_threads(),
         )
 
 

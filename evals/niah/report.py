@@ -70,7 +70,7 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str)
     figures, used = summary(log), {**environment(), "dtype": dtype}
     record = {"command": command, "seed": seed, "environment": used, **figures}
     (folder / "metrics.json").write_text(json.dumps(record, indent=1))
-    table = "\n".join([*_head(used, command, seed), *_body(figures)]) + "\n"
+    table = "\n".join([*_head(used, command, seed, _threads(log, "direct")), *_body(figures)]) + "\n"
     (folder / "table.md").write_text(table)
     _plot(log, figures, folder / "plot.png")
     return table
@@ -132,6 +132,7 @@ def _latency(log: RowLog) -> dict[str, Any]:
         table[str(size)] = {
             **middle,
             "n": len(rows["kveraser"]),
+            "threads": _threads(log, "latency"),
             "recompute / kveraser": fastest / middle["kveraser"]["seconds"],
             "edit / bare forward": middle["kveraser"]["edit_s"] / middle[LATENCY_METHODS[3]]["edit_s"],
             "traffic_nbytes": rows["kveraser"][0]["traffic_nbytes"],
@@ -139,7 +140,12 @@ def _latency(log: RowLog) -> dict[str, Any]:
     return table
 
 
-def _head(used: Mapping[str, str], command: str, seed: int) -> list[str]:
+def _threads(log: RowLog, kind: str) -> str:
+    """Threads that the rows of a kind were measured with."""
+    return " or ".join(sorted({str(row["threads"]) for row in log.of(kind=kind)}))
+
+
+def _head(used: Mapping[str, str], command: str, seed: int, threads: str) -> list[str]:
     return [
         "# Erasing NIAH on SmolLM2-135M-Instruct",
         "",
@@ -147,6 +153,7 @@ def _head(used: Mapping[str, str], command: str, seed: int) -> list[str]:
         "",
         "Two needles with one key and different five-digit values in prose; one is erased, the other must be answered. An",
         "answer is its first integer; the answer's beginning is given. Brackets: 95 % bootstrap intervals; n: samples.",
+        f"Seconds in the rows of exact match and in the plot: {threads} thread{'' if threads == '1' else 's'}.",
     ]
 
 
@@ -214,11 +221,12 @@ def _body(figures: dict[str, Any]) -> Iterable[str]:
 
 
 def _latency_lines(table: dict[str, Any]) -> Iterable[str]:
+    threads = next(iter(table.values()))["threads"]
     yield from (
         "",
         "## Seconds after the initial prefill",
         "",
-        f"The needle stands in the middle; edit + question + {N_DECODED} answer tokens, medians. `recompute` is in chunks,",
+        f"The needle stands in the middle; edit + question + {N_DECODED} answer tokens, medians, {threads} threads. `recompute` is in chunks,",
         "and the ratio against the faster of both. `edit / bare`: against a bare forward of the span over the same prefix.",
         "",
     )
