@@ -7,6 +7,8 @@ speed, whatever adapters the user has of their own.
 from __future__ import annotations
 
 import copy
+import hashlib
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from contextmem.errors import IdentityMismatch, StorageError, UnsupportedEdit
+from contextmem.errors import IdentityMismatch, UnsupportedEdit
 
 __all__ = ["Adapter", "FullCopy", "LoraAdapter", "StoredLora", "default_targets"]
 
@@ -41,6 +43,10 @@ class Adapter(Protocol):
         """Write the weights into `folder` as `dtype`."""
         ...
 
+    def digest(self) -> str:
+        """Digest of the weights, as they are in float16."""
+        ...
+
 
 class LoraAdapter:
     """A PEFT LoRA whose layers are swapped into the model for as long as it is attached.
@@ -53,6 +59,7 @@ class LoraAdapter:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._shadow = shadow
+        self._lock = threading.RLock()  # the layers stand in one model at a time
         self._layers: dict[str, Any] = {
             name: layer for name, layer in shadow.get_base_model().named_modules() if isinstance(layer, BaseTunerLayer)
         }
@@ -108,24 +115,28 @@ class LoraAdapter:
     @contextmanager
     def attached(self, core: nn.Module) -> Iterator[Any]:
         swapped: list[tuple[nn.Module, str, nn.Module]] = []
-        try:
-            for name, layer in self._layers.items():
-                parent_name, _, leaf = name.rpartition(".")
-                parent = core.get_submodule(parent_name)
-                original = getattr(parent, leaf)
-                layer.to(next(original.parameters()).device)
-                layer.base_layer = original
-                swapped.append((parent, leaf, original))
-                setattr(parent, leaf, layer)
-            yield core
-        finally:
-            for parent, leaf, original in swapped:
-                setattr(parent, leaf, original)
-            for layer in self._layers.values():
-                layer.base_layer = nn.Identity()
+        with self._lock:
+            try:
+                for name, layer in self._layers.items():
+                    parent_name, _, leaf = name.rpartition(".")
+                    parent = core.get_submodule(parent_name)
+                    original = getattr(parent, leaf)
+                    layer.to(next(original.parameters()).device)
+                    layer.base_layer = original
+                    swapped.append((parent, leaf, original))
+                    setattr(parent, leaf, layer)
+                yield core
+            finally:
+                for parent, leaf, original in swapped:
+                    setattr(parent, leaf, original)
+                for layer in self._layers.values():
+                    layer.base_layer = nn.Identity()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         StoredLora(self._shadow.peft_config[_NAME], self.weights).save(folder, dtype)
+
+    def digest(self) -> str:
+        return _digest(self.weights)
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,10 @@ class StoredLora:
 
     config: Any
     weights: Mapping[str, Tensor]
+
+    def digest(self) -> str:
+        """See `Adapter.digest`."""
+        return _digest(self.weights)
 
     def on(self, core: Any, what: str) -> LoraAdapter:
         """The adapter for `core`, see `LoraAdapter.of`."""
@@ -183,6 +198,9 @@ class FullCopy:
         weights = {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
         self._model.save_pretrained(folder, state_dict=weights)
 
+    def digest(self) -> str:
+        return _digest(self._model.state_dict())
+
 
 def default_targets(core: nn.Module) -> list[str]:
     """The attention projections of `core`, by the names it uses.
@@ -213,8 +231,18 @@ def _shadow_of(core: Any, config: Any) -> Any:
             raise UnsupportedEdit(f"the adapter cannot be put on {type(core).__name__}: {error}") from error
     extra = [name for name in _named_parameters(shadow) if ".lora_A." not in name and ".lora_B." not in name]
     if extra or not _named_parameters(shadow):
-        raise StorageError(f"only adapters of LoRA matrices can be attached; this one holds {extra[:1] or 'nothing'}.")
+        raise UnsupportedEdit(
+            f"only adapters of LoRA matrices can be attached; this one holds {extra[:1] or 'nothing'}."
+        )
     return shadow
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        half = weights[name].detach().to("cpu", torch.float16).contiguous()
+        digest.update(name.encode() + half.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _named_parameters(shadow: Any) -> dict[str, Tensor]:

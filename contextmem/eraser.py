@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
 
 from contextmem.adapters import Adapter, FullCopy, LoraAdapter, StoredLora, default_targets
 from contextmem.arguments import check_choice
@@ -56,6 +57,23 @@ class EraserConfig:
         check_choice("adapter", self.adapter, ("lora", "full"))
         check_choice("conditioning", self.conditioning, CONDITIONINGS)
 
+    @classmethod
+    def read(cls, folder: Path) -> EraserConfig:
+        """What `folder` says.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            return cls(**json.loads((folder / _CONFIG).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(f"{folder / _CONFIG} cannot be read: {error}") from error
+
+    def is_for(self, backbone: Backbone) -> bool:
+        """Whether architecture and number of layers are those of the model: quick, and not enough."""
+        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
+        return all(self.identity.get(name) == value for name, value in shape.items())
+
 
 class KVEraser:
     """Learned erasing for one model: a configuration and weights, attached to the model only during the erase pass.
@@ -70,7 +88,9 @@ class KVEraser:
     def __init__(self, config: EraserConfig, adapter: Adapter | StoredLora) -> None:
         self.config = config
         self._adapter = adapter
-        self._fitting: WeakSet[Any] = WeakSet()  # models whose identity was checked
+        self._fitting: WeakKeyDictionary[Any, int] = (
+            WeakKeyDictionary()
+        )  # models that were checked, and how they were then
 
     @classmethod
     def untrained(
@@ -119,11 +139,11 @@ class KVEraser:
         """
         folder = _folder_of(str(name))
         try:
-            config = EraserConfig(**json.loads((folder / _CONFIG).read_text())) if (folder / _CONFIG).exists() else None
+            config = EraserConfig.read(folder) if (folder / _CONFIG).exists() else None
             if config is not None and config.adapter == "full":
                 return cls._full_from(folder, config)
             return cls._lora_from(folder, config)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise StorageError(f"{name} holds no eraser that can be read: {error}") from error
 
     @classmethod
@@ -160,6 +180,11 @@ class KVEraser:
         except OSError as error:
             raise StorageError(f"the eraser cannot be written to {place}: {error}") from error
 
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights, as they are saved in float16."""
+        return self._adapter.digest()
+
     def adapter_for(self, backbone: Backbone) -> Adapter:
         """The weights, ready to be attached to this model.
 
@@ -167,21 +192,32 @@ class KVEraser:
             IdentityMismatch: they belong to another model, or another set of active adapters; the message names both.
         """
         core = backbone.core
-        if core not in self._fitting:
-            self._check_names(backbone, backbone_identity(backbone))
-            if isinstance(self._adapter, StoredLora):
-                self._adapter = self._adapter.on(core, f"the eraser for {self.config.base_model!r}")
-            self._fitting.add(core)
-        self._check_adapters(core)
+        with backbone.lock:  # outside the guard of another memory on this model
+            mark = _mark_of(core)
+            if self._fitting.get(core) != mark:
+                self._check_names(backbone, backbone_identity(backbone))
+                if isinstance(self._adapter, StoredLora):
+                    self._adapter = self._adapter.on(core, f"the eraser for {self.config.base_model!r}")
+                self._fitting[core] = mark
+            self._check_adapters(core)
         assert not isinstance(self._adapter, StoredLora)
         return self._adapter
 
+    def check(self, backbone: Backbone, *, has_question: bool = False) -> None:
+        """Raise what `steer` would raise, before anything is computed."""
+        self.adapter_for(backbone)
+        if self.config.conditioning in ("query", "suffix") and backbone.has_sliding_layers:
+            raise UnsupportedEdit(
+                f"conditioning {self.config.conditioning!r} lets a span see later positions, which sliding-window layers "
+                f"mask out. Nothing was changed."
+            )
+        if self.config.conditioning == "query" and not has_question:
+            raise InvalidInput(
+                "this eraser is conditioned on the question: pass method=KVErase(question=...). Nothing was changed."
+            )
+
     def fits(self, backbone: Backbone) -> bool:
         """Whether it was trained for this model; active adapters of the user's are checked when erasing."""
-        expected = self.config.identity
-        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
-        if any(expected.get(name) != value for name, value in shape.items()):
-            return False
         try:
             self._check_names(backbone, backbone_identity(backbone))
         except IdentityMismatch:
@@ -193,7 +229,7 @@ class KVEraser:
         here = getattr(backbone.core, "name_or_path", "") or type(backbone.core).__name__
         left_out = {"adapters", "weights_bfloat16" if backbone.dtype == torch.float16 else "weights_float16"}
         differing = [name for name in expected if name not in left_out and expected[name] != found.get(name)]
-        if not expected and _differ(self.config.base_model, getattr(backbone.core, "name_or_path", "")):
+        if not expected and are_different_models(self.config.base_model, getattr(backbone.core, "name_or_path", "")):
             differing = ["name"]
         if differing:
             raise IdentityMismatch(
@@ -237,6 +273,7 @@ class KVEraser:
             InvalidInput: conditioning "query" and no question.
             UnsupportedEdit: conditioning on later positions, and the model has sliding-window layers.
         """
+        self.check(backbone, has_question=bool(question))
         adapter = self.adapter_for(backbone)
         steering: list[Slots] = []
         done = 0
@@ -257,20 +294,11 @@ class KVEraser:
         conditioning = self.config.conditioning
         if conditioning == "prefix":
             return cache.over(start, stop)
-        if conditioning != "none" and backbone.has_sliding_layers:
-            raise UnsupportedEdit(
-                f"conditioning {conditioning!r} lets a span see later positions, which sliding-window layers mask out. "
-                f"Nothing was changed."
-            )
         if conditioning == "none":
             seen = backbone.new_cache()
         elif conditioning == "suffix":
             seen = cache.select(((0, start), (stop, stop + ceil(SUFFIX_SHARE * (cache.n_slots - stop)))))
         else:
-            if not question:
-                raise InvalidInput(
-                    "this eraser is conditioned on the question: pass KVErase(question=...). Nothing was changed."
-                )
             asked = cache.view()
             backbone.prefill(question, asked)
             seen = asked.select(((0, start), (cache.n_slots, asked.n_slots)))
@@ -298,7 +326,12 @@ def _folder_of(name: str) -> Path:
         raise ModelUnavailable(f"the eraser {name!r} is no folder and cannot be fetched: {error}") from error
 
 
-def _differ(there: str, here: str) -> bool:
-    """Whether two model names surely name different models: a local copy may have any folder, so the last part counts."""
-    last = [name.rstrip("/").rpartition("/")[2].lower() for name in (there, here)]
-    return all(last) and last[0] != last[1]
+def are_different_models(there: str, here: str) -> bool:
+    """Whether two names surely name different models: both are hub ids. A local copy may lie in any folder."""
+    are_hub_ids = all(name.count("/") == 1 and not name.startswith((".", "/")) for name in (there, here))
+    return are_hub_ids and there.lower() != here.lower()
+
+
+def _mark_of(core: Any) -> int:
+    """Changes when a weight is replaced or written to; cheap."""
+    return hash(tuple((p.data_ptr(), p._version, p.dtype) for p in core.parameters()))

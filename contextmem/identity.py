@@ -25,7 +25,8 @@ def identity_of(backbone: Backbone, codec: Codec) -> dict[str, str]:
     """
     core = backbone.core
     config = core.config.get_text_config(decoder=True)
-    weights, adapters = _weight_digests(core)
+    with backbone.lock:  # an eraser of another memory may be attached
+        weights, adapters = _weight_digests(core)
     tokenizer = codec.tokenizer
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return {
@@ -47,13 +48,17 @@ def backbone_identity(backbone: Backbone) -> dict[str, str]:
     same model in half precision.
     """
     core = backbone.core
-    return {
-        "architecture": type(core).__name__,
-        "layers": str(backbone.n_layers),
-        "adapters": active_adapters(core),
-        "weights_bfloat16": _weight_digests(core, torch.bfloat16)[0],
-        "weights_float16": _weight_digests(core, torch.float16)[0],
-    }
+    with backbone.lock:
+        return {
+            "architecture": type(core).__name__,
+            "layers": str(backbone.n_layers),
+            "rope": _digest(
+                _plain(getattr(core.config.get_text_config(decoder=True), "rope_parameters", None)).encode()
+            ),
+            "adapters": active_adapters(core),
+            "weights_bfloat16": _weight_digests(core, torch.bfloat16)[0],
+            "weights_float16": _weight_digests(core, torch.float16)[0],
+        }
 
 
 def active_adapters(core: nn.Module) -> str:
@@ -112,6 +117,13 @@ def _active_adapters(model: nn.Module) -> set[str]:
         if is_adapted and not getattr(module, "disable_adapters", False):
             names.update(module.active_adapters)  # type: ignore[arg-type]
     return names
+
+
+def _plain(value: Any) -> str:
+    """A nested value as text, whole numbers and floats alike."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_plain(value[k])}" for k in sorted(value)) + "}"
+    return str(float(value)) if isinstance(value, int | float) else str(value)
 
 
 def _digest(data: bytes) -> str:

@@ -43,7 +43,7 @@ from contextmem.ledger import KINDS, STATES, Ledger, Segment
 from contextmem.loading import load_pretrained
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
-from contextmem.retraction import Edit, Method, Plan, choose, method_named
+from contextmem.retraction import Edit, Method, choose, method_named
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
 from contextmem.weights import eraser_for
@@ -112,7 +112,7 @@ class ContextMemory:
         if system is not None:
             spans = self._dialogue.system(system, self._codec.encode(system))
             with self._working():
-                check_room(self.backbone, self._state, _n_tokens(spans), "the system text")
+                check_room(self.backbone, self.next_position, _n_tokens(spans), "the system text")
                 self._add(self._state, spans, None)
                 self._log("append", spans, tokens_computed=self.seq_length)
 
@@ -292,6 +292,9 @@ class ContextMemory:
                 )  # another reader: the edit works on a copy, and `state` stays whole if the text fails
                 edit = self._edit(state, rivals, step=self._step(None))
                 method = choose(edit)[0]
+                excess = state.cache.next_position + len(ids) - self.context_length
+                if method.name == "kveraser" and excess > 0:
+                    method = method_named("recompute")  # erased slots stay in use, and the new text needs them
                 plan, state = method.plan(edit), method.apply(edit).landed()
                 held.cache.release()
             opening = self._dialogue.opened(state.ledger)
@@ -303,7 +306,7 @@ class ContextMemory:
                 cut = len(ids) - len(kept_ids)
                 segment = span(segment.id, kind, kept_ids, text=kept, truncated=cut, **fields)
                 spans = (*opening, *self._dialogue.placed(segment))
-            check_room(self.backbone, state, _n_tokens(spans), f"segment {segment.id!r}")
+            check_room(self.backbone, state.cache.next_position, _n_tokens(spans), f"segment {segment.id!r}")
             if rivals and on_conflict == "keep":
                 warnings.warn(
                     f"key {key!r} now has {len(rivals) + 1} live segments; pass on_conflict='replace' to keep the newest.",
@@ -395,7 +398,7 @@ class ContextMemory:
                 before.append(span(self._new_id(), "user", question[1], text=question[0]))
             prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
             closing = len(self._framing.answer_close) if keep else 0
-            check_room(self.backbone, base, len(prompt) + 1 + closing, "the question")
+            check_room(self.backbone, base.cache.next_position, len(prompt) + 1 + closing, "the question")
             with self._transient(base, prompt) as (cache, feed):
                 reused = cache.n_slots
                 with Progress("prefill", len(feed), reused, progress) as report:
@@ -453,7 +456,7 @@ class ContextMemory:
         with self._working():
             base = self._state
             ids = (*ids_of(self._dialogue.opened(base.ledger)), *ids)
-            check_room(self.backbone, base, len(ids))
+            check_room(self.backbone, base.cache.next_position, len(ids))
             with self._transient(base, ids) as (cache, feed):
                 return self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
 
@@ -474,7 +477,7 @@ class ContextMemory:
             base = self._state
             turn = self._framing.answer_open if question is not None else ()
             before = (*ids_of(self._dialogue.opened(base.ledger)), *asked, *turn, *begun)
-            check_room(self.backbone, base, len(before) + len(ids))
+            check_room(self.backbone, base.cache.next_position, len(before) + len(ids))
             with self._transient(base, before) as (cache, feed):
                 first = self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
                 total = float(first.double().log_softmax(-1)[ids[0]])
@@ -529,7 +532,7 @@ class ContextMemory:
             derived = provenance.dependents(base.ledger, [segment.id for segment in found])
             if cascade and derived:
                 ids = {segment.id for segment in targets} | set(derived)
-                targets = tuple(segment for segment in base.ledger.content() if segment.id in ids)
+                targets = tuple(s for s in base.ledger.content() if s.id in ids and s.state in ("live", "evicted"))
                 derived = ()
             if not targets:
                 why = f"already {found[0].state}: {', '.join(segment.id for segment in found)}"
@@ -546,7 +549,7 @@ class ContextMemory:
                 segments=tuple(segment.id for segment in targets) if removes else (),
                 tokens_removed=edit.n_removed if removes else 0,
                 tokens_recomputed=plan.tokens if removes else 0,
-                tokens_reused=_n_reused(edit, plan) if removes else base.n_slots,
+                tokens_reused=plan.reused,
                 seconds=self._estimate(plan.tokens),
                 dependents=derived,
                 forced_by=targets[0].id if removes and plan.tokens else None,
@@ -586,7 +589,6 @@ class ContextMemory:
                     f"replace takes exactly one live segment, this target names {len(found)}. Nothing was changed."
                 )
             (old,) = found
-            check_room(self.backbone, base, len(ids) - old.n_tokens, "the new text")
             new = span(
                 self._new_id(),
                 old.kind,
@@ -600,6 +602,7 @@ class ContextMemory:
             )
             start = min(old.start, base.exact_slots)
             ledger = base.ledger.swapped(old.id, new).without_erased()
+            check_room(self.backbone, ledger.n_slots - len(ids), len(ids), "the new text")
             n_recomputed = ledger.n_slots - start - len(ids)
             self._warn_of_dependents(base, (old,))
             seconds = self._take(
@@ -894,11 +897,6 @@ def _eraser_of(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
         return found
 
     return find
-
-
-def _n_reused(edit: Edit, plan: Plan) -> int:
-    """Slots whose KV an edit keeps."""
-    return edit.state.n_slots - edit.n_removed - (plan.tokens - plan.replaced)
 
 
 def _n_tokens(spans: Iterable[Segment]) -> int:

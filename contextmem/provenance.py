@@ -23,8 +23,8 @@ def graph(ledger: Ledger) -> nx.DiGraph:
 
 
 def dependents(ledger: Ledger, ids: Iterable[str]) -> tuple[str, ...]:
-    """Ids of resident segments derived, directly or not, from `ids`; in slot order, without `ids` themselves."""
+    """Ids of live segments derived, directly or not, from `ids`; in slot order, without `ids` themselves."""
     digraph = graph(ledger)
     sources = set(ids)
     derived = set().union(*(nx.descendants(digraph, i) for i in sources if i in digraph)) - sources
-    return tuple(segment.id for segment in ledger.content() if segment.id in derived)
+    return tuple(segment.id for segment in ledger.content() if segment.id in derived and segment.state != "erased")

@@ -106,10 +106,10 @@ def rebuilt(
     return State(ledger, cache, ledger.n_slots)
 
 
-def check_room(backbone: Backbone, state: State, needed: int, what: str = "the text") -> None:
-    """Raise `ContextOverflow` if `needed` more tokens do not fit into the model's context length."""
+def check_room(backbone: Backbone, taken: int, needed: int, what: str = "the text") -> None:
+    """Raise `ContextOverflow` if `needed` tokens do not fit into the model's context length beside `taken` positions."""
     limit = backbone.context_length
-    available = limit - state.cache.next_position
+    available = limit - taken
     if needed > available:
         rope = sorted(backbone.rope_types - {"default"})
         raise ContextOverflow(

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from contextmem.errors import InvalidInput
 
 __all__ = ["RowLog"]
 
 
 class RowLog:
-    """An append-only JSONL file of flat rows `{id, method, score, seconds, ...}`; no text is ever written to it."""
+    """An append-only JSONL file of flat rows `{id, method, score, seconds, ...}`; no text is ever written to it.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        InvalidInput: the rows that are there were measured with other `settings`, which would mix two things in one table.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if settings is not None:
+            _bind(path.with_name("settings.json"), dict(settings))
         lines = path.read_text().splitlines() if path.exists() else []
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
 
@@ -33,3 +41,15 @@ class RowLog:
     def of(self, **wanted: Any) -> Iterator[dict[str, Any]]:
         """Rows whose fields have these values."""
         return (row for row in self.rows if all(row.get(name) == value for name, value in wanted.items()))
+
+
+def _bind(record: Path, settings: dict[str, Any]) -> None:
+    if not record.exists():
+        record.write_text(json.dumps(settings, indent=1) + "\n")
+        return
+    there = json.loads(record.read_text())
+    if differing := sorted(name for name in settings if there.get(name) != settings[name]):
+        pairs = "; ".join(f"{name}: {there.get(name)} there, {settings[name]} here" for name in differing)
+        raise InvalidInput(
+            f"the rows in {record.parent} were measured with other settings ({pairs}). Choose another folder."
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextmem.errors import IdentityMismatch, UnsupportedEdit
+from contextmem.errors import IdentityMismatch, InvalidInput, StorageError, UnsupportedEdit
 from contextmem.retraction.base import METHODS, Edit, Method
 
 __all__ = ["choose"]
@@ -14,15 +14,14 @@ def choose(edit: Edit) -> tuple[Method, str]:
         return METHODS["crop"], "the span is the tail: nothing has seen it, so it is cut"
     tokens = METHODS["recompute"].plan(edit).tokens
     exact = f"{tokens:,} tokens after the span have seen it: recomputing them is exact"
-    if tokens <= edit.n_removed:
-        return METHODS["recompute"], f"{exact} and costs less than erasing {edit.n_removed:,}"
-    if edit.frames:
+    n_inner = sum(span.n_tokens for span in edit.inner)
+    if tokens <= n_inner:
+        return METHODS["recompute"], f"{exact} and costs less than erasing {n_inner:,}"
+    if any(span.kind == "frame" for span in edit.inner):
         return METHODS["recompute"], f"{exact}; a turn of the dialogue is not erased but removed"
     try:
-        METHODS["kveraser"].plan(edit)
-    except (UnsupportedEdit, IdentityMismatch) as refusal:
+        erased = METHODS["kveraser"].plan(edit).tokens
+    except (UnsupportedEdit, IdentityMismatch, StorageError, InvalidInput) as refusal:
         why = str(refusal).partition(". ")[0].removesuffix(".")
         return METHODS["recompute"], f"{exact}; not erased: {why}"
-    return METHODS[
-        "kveraser"
-    ], f"erasing computes {edit.n_removed:,} tokens, recomputing {tokens:,}; settle() makes it exact"
+    return METHODS["kveraser"], f"erasing computes {erased:,} tokens, recomputing {tokens:,}; settle() makes it exact"

@@ -52,11 +52,6 @@ class Edit:
         """Slots that go, sorted and merged."""
         return slot_ranges((*self.targets, *self.frames))
 
-    def ids_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Token ids of the spans in some slots."""
-        spans = [span for span in self.state.ledger.spans if start <= span.start and span.stop <= stop]
-        return tuple(token for span in spans for token in span.token_ids)
-
     @cached_property
     def kept(self) -> tuple[tuple[int, int], ...]:
         """Slots that stay."""
@@ -71,6 +66,22 @@ class Edit:
     def n_removed(self) -> int:
         """Number of slots that go."""
         return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def n_kept(self) -> int:
+        """Number of slots that stay."""
+        return self.state.n_slots - self.n_removed
+
+    @property
+    def tail_start(self) -> int:
+        """First slot of what goes at the very end; the number of slots if the last one stays."""
+        return self.ranges[-1][0] if self.ranges and self.ranges[-1][1] == self.state.n_slots else self.state.n_slots
+
+    @cached_property
+    def inner(self) -> tuple[Segment, ...]:
+        """What goes and has something that stays after it, in slot order; spans without tokens are left out."""
+        spans = (s for s in (*self.targets, *self.frames) if s.n_tokens and s.start < self.tail_start)
+        return tuple(sorted(spans, key=lambda span: span.start))
 
     @property
     def n_suffix(self) -> int:
@@ -90,16 +101,16 @@ class Plan:
     Attributes:
         method: name of the method that will really run.
         tokens: tokens to compute (again, or for the first time in the case of an instruction).
+        reused: slots whose KV is kept.
         guarantee: "exact" (as if never seen), "approximate" (later segments keep traces) or "none".
         why: one line for the report, if there is something to say.
-        replaced: how many of `tokens` are the span's own, whose slots stay in use.
     """
 
     method: str
     tokens: int
+    reused: int
     guarantee: str
     why: str = ""
-    replaced: int = 0
 
 
 class Method(Protocol):

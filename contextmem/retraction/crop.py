@@ -24,7 +24,7 @@ class Crop:
                 f"{edit.targets[0].id!r}. Use method='auto' or 'recompute'. Nothing was changed."
             )
         exact = edit.state.exact_slots >= edit.start
-        return Plan(self.name, 0, "exact" if exact else "approximate")
+        return Plan(self.name, 0, edit.start, "exact" if exact else "approximate")
 
     def apply(self, edit: Edit) -> State:
         return State(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,7 @@ class DeleteAndShift:
             return recompute_plan(edit)
         if not edit.is_tail:
             edit.backbone.angles()
-        return Plan(self.name, 0, approximation(edit))
+        return Plan(self.name, 0, edit.n_kept, approximation(edit))
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:
@@ -71,7 +71,7 @@ def recompute_plan(edit: Edit) -> Plan:
     """The plan to recompute instead of moving worn keys once more."""
     plan = Recompute().plan(edit)
     why = f"keys were re-rotated {int(edit.state.cache.turns.max())} times in {edit.backbone.dtype}; recomputed instead"
-    return Plan(plan.method, plan.tokens, plan.guarantee, why)
+    return replace(plan, why=why)
 
 
 register(DeleteAndShift())

@@ -29,8 +29,14 @@ class Instruct:
 
     def plan(self, edit: Edit) -> Plan:
         n_tokens = len(edit.codec.encode(_note(edit)))
-        check_room(edit.backbone, edit.state, n_tokens, "the instruction")
-        return Plan(self.name, n_tokens, "none", "nothing was removed: the model was told to ignore the passage")
+        check_room(edit.backbone, edit.state.cache.next_position, n_tokens, "the instruction")
+        return Plan(
+            self.name,
+            n_tokens,
+            edit.state.n_slots,
+            "none",
+            "nothing was removed: the model was told to ignore the passage",
+        )
 
     def apply(self, edit: Edit) -> State:
         text = _note(edit)

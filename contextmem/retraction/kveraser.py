@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from contextmem.cache import Slots, SpanCache
 from contextmem.eraser import KVEraser
 from contextmem.errors import UnsupportedEdit
 from contextmem.framing import framing_of
@@ -11,7 +12,7 @@ from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
 from contextmem.state import State
 
-__all__ = ["KVErase"]
+__all__ = ["KVErase", "overwritten", "without_tail"]
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,24 @@ class KVErase:
         if edit.is_tail:
             return Crop().plan(edit)
         eraser = self._fitting(edit)
-        longest = max(stop - start for start, stop in edit.ranges)
+        longest = max(span.n_tokens for span in edit.inner)
         if longest > eraser.config.max_span_tokens:
             raise UnsupportedEdit(
                 f"the span has {longest:,} tokens, this eraser takes up to {eraser.config.max_span_tokens:,}. Use "
                 f"method='auto' or 'recompute'. Nothing was changed."
             )
-        return Plan(self.name, edit.n_removed, "approximate", replaced=edit.n_removed)
+        return Plan(self.name, sum(span.n_tokens for span in edit.inner), edit.n_kept, "approximate")
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:
             return Crop().apply(edit)
-        cache = edit.state.cache.owned(edit.start)
-        spans = [(start, edit.ids_between(start, stop)) for start, stop in edit.ranges]
+        cache = without_tail(edit)
+        spans = [(span.start, span.token_ids) for span in edit.inner]
         steering = self._fitting(edit).steer(
             edit.backbone, cache, spans, self._asked(edit), chunk=edit.chunk, step=edit.step
         )
         patches = tuple((start, slots) for (start, _), slots in zip(spans, steering, strict=True))
-        return State(edit.state.ledger.erased(edit.ids), cache, min(edit.state.exact_slots, edit.start), patches)
+        return overwritten(edit, cache, patches)
 
     def _asked(self, edit: Edit) -> tuple[int, ...]:
         if not self.question:
@@ -63,8 +64,22 @@ class KVErase:
 
     def _fitting(self, edit: Edit) -> KVEraser:
         eraser = self.eraser or edit.eraser()
-        eraser.adapter_for(edit.backbone)
+        eraser.check(edit.backbone, has_question=bool(self.question))
         return eraser
+
+
+def without_tail(edit: Edit) -> SpanCache:
+    """The cache to write over: without what goes at the very end, and read by no other state from the first span on."""
+    if edit.tail_start < edit.state.n_slots:
+        return edit.state.cache.select(((0, edit.tail_start),))
+    return edit.state.cache.owned(edit.start)
+
+
+def overwritten(edit: Edit, cache: SpanCache, patches: tuple[tuple[int, Slots], ...]) -> State:
+    """The state in which the inner spans are erased, with what shall be written, and the tail is gone."""
+    inner = {span.id for span in edit.inner}
+    ledger = edit.state.ledger.erased(inner).removed(set(edit.ids) - inner)
+    return State(ledger, cache, min(edit.state.exact_slots, edit.start), patches)
 
 
 register(KVErase())

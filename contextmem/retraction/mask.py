@@ -31,7 +31,7 @@ class Mask:
                 f"attention implementation {implementation!r} takes none. Use 'sdpa' or 'eager', or method='recompute'. "
                 f"Nothing was changed."
             )
-        return Plan(self.name, 0, approximation(edit))
+        return Plan(self.name, 0, edit.n_kept, approximation(edit))
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:

@@ -23,7 +23,7 @@ class Recompute:
 
     def plan(self, edit: Edit) -> Plan:
         start, ledger = self._target(edit)
-        return Plan(self.name, ledger.n_slots - start, "exact")
+        return Plan(self.name, ledger.n_slots - start, start, "exact")
 
     def apply(self, edit: Edit) -> State:
         start, ledger = self._target(edit)

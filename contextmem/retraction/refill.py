@@ -8,6 +8,7 @@ from contextmem.cache import Slots
 from contextmem.errors import UnsupportedEdit
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
+from contextmem.retraction.kveraser import overwritten, without_tail
 from contextmem.state import State
 
 __all__ = ["Refill"]
@@ -32,33 +33,47 @@ class Refill:
             return Crop().plan(edit)
         if not edit.codec.encode("\n"):
             raise UnsupportedEdit("this tokenizer has no token for a line break to refill with. Nothing was changed.")
-        n_tokens = sum(stop - start for start, stop, _ in self._parts(edit))
-        return Plan(self.name, n_tokens, "approximate", replaced=edit.n_removed)
+        n_tokens = sum(len(ids) for _, ids in self._parts(edit))
+        n_inner = sum(span.n_tokens for span in edit.inner)
+        return Plan(self.name, n_tokens, edit.n_kept - (n_tokens - n_inner), "approximate")
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:
             return Crop().apply(edit)
-        cache = edit.state.cache.owned(edit.start)
+        cache = without_tail(edit)
         patches: list[tuple[int, Slots]] = []
         parts = self._parts(edit)
-        with edit.backbone.lock, cache.borrowed([(start, stop) for start, stop, _ in parts]):
-            for start, stop, ids in parts:
+        with edit.backbone.lock, cache.borrowed([(start, start + len(ids)) for start, ids in parts]):
+            for start, ids in parts:
+                stop = start + len(ids)
                 edit.backbone.prefill(ids, cache.over(start, stop), chunk=edit.chunk, step=edit.step)
                 patches.append((start, cache.read(start, stop)))
-        ledger = edit.state.ledger.erased(edit.ids)
-        return State(ledger, cache, min(edit.state.exact_slots, edit.start), tuple(patches))
+        return overwritten(edit, cache, tuple(patches))
 
-    def _parts(self, edit: Edit) -> list[tuple[int, int, tuple[int, ...]]]:
-        """First and last slot of what is computed, and the ids to put there."""
-        blank = edit.codec.encode("\n")[:1]
-        spans = edit.state.ledger.spans
-        parts = []
-        for start, stop in edit.ranges:
-            ends = [s.start for s in spans if s.start >= stop and (s.state == "erased" or s.id in edit.ids)]
-            end = min([*ends, edit.state.n_slots, stop + self.n_after])
-            after = [t for s in spans if stop <= s.start < end for t in s.token_ids][: end - stop]
-            parts.append((start, end, blank * (stop - start) + tuple(after)))
-        return parts
+    def _parts(self, edit: Edit) -> list[tuple[int, tuple[int, ...]]]:
+        """First slot and ids of everything that is computed: runs of consecutive positions."""
+        blank = edit.codec.encode("\n")[0]
+        going = {span.id for span in edit.inner}
+        ids: dict[int, int] = {}
+        left = 0
+        for span in edit.state.ledger.spans:
+            if span.start >= edit.tail_start:
+                break
+            if span.id in going:
+                ids |= dict.fromkeys(range(span.start, span.stop), blank)
+                left = self.n_after
+            elif span.state == "erased":
+                left = 0
+            else:
+                ids |= dict(zip(range(span.start, min(span.start + left, span.stop)), span.token_ids, strict=False))
+                left = max(0, left - span.n_tokens)
+        positions = edit.state.cache.positions
+        starts = [s for s in ids if s - 1 not in ids or positions[s] != positions[s - 1] + 1]
+        stops = [*starts[1:], max(ids) + 1]
+        return [
+            (start, tuple(ids[slot] for slot in range(start, stop) if slot in ids))
+            for start, stop in zip(starts, stops, strict=True)
+        ]
 
 
 register(Refill())

@@ -44,7 +44,8 @@ class SuffixRepair:
             return recompute_plan(edit)
         if not edit.is_tail:
             edit.backbone.angles()
-        return Plan(self.name, self._n_repaired(edit), approximation(edit))
+        repaired = self._n_repaired(edit)
+        return Plan(self.name, repaired, edit.n_kept - repaired, approximation(edit))
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:

@@ -13,7 +13,10 @@ __all__ = ["cut", "haystack"]
 def haystack(
     layout: Layout, rng: random.Random, prose: Prose, inserted: list[str], n_tokens: int
 ) -> tuple[list[str], list[int]]:
-    """Paragraphs of about `n_tokens` with `inserted` between them, in that order; and the index of each."""
+    """Paragraphs of about `n_tokens` with `inserted` between them, in that order; and the index of each.
+
+    The last paragraph comes after the last text inserted. Two of these have a paragraph between them if there are enough.
+    """
     paragraphs: list[str] = []
     left = n_tokens - sum(len(layout.codec.encode(text)) for text in inserted)
     for paragraph in prose.stretch(rng):
@@ -22,7 +25,10 @@ def haystack(
             break
         paragraphs.append((paragraph if length <= max(left, 40) else cut(layout, paragraph, max(left, 40))) + " ")
         left -= length
-    cuts = sorted(rng.randrange(len(paragraphs) + 1) for _ in inserted)
+    places = range(len(paragraphs))  # a paragraph comes last
+    cuts = sorted(
+        rng.sample(places, len(inserted)) if len(places) >= len(inserted) else rng.choices(places, k=len(inserted))
+    )
     texts: list[str] = []
     places: list[int] = []
     at = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["HELD_OUT_FORMS", "RULER", "TRAIN_FORMS", "Form", "Needle", "new_key", "new_value"]
+__all__ = ["EVALUATED_FORMS", "RULER", "TRAIN_FORMS", "Form", "Needle", "new_key", "new_value"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ _CODE = Form(
     "The access code for the {key} is",
     "Since the access code for the {key} is {value}, the guard entered {value} at the gate.",
 )
-HELD_OUT_FORMS = (RULER, _CODE)
+EVALUATED_FORMS = (RULER, _CODE)
 TRAIN_FORMS = (
     RULER,
     _CODE,

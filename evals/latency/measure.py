@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LogitsProcessor
 
-from contextmem import ContextMemory
+from contextmem import ContextMemory, UnsupportedEdit
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.rows import RowLog
 
@@ -114,10 +114,18 @@ def measure_retract(model: Any, tokenizer: Any, suffixes: Sequence[int], repeats
         for repeat in range(repeats):
             for method in METHODS:
                 sample = f"retract-{suffix}-{repeat}"
-                if not log.has(sample, method):
+                if not log.has(sample, method) and _is_possible(memory, span, method):
                     report = unshared_fork(memory).retract(span, method=method)
                     log.add(sample, method, kind="retract", tokens=suffix, seconds=report.seconds)
             say(f"retract-{suffix}-{repeat}")
+
+
+def _is_possible(memory: ContextMemory, span: Any, method: str) -> bool:
+    try:
+        memory.retract(span, method=method, dry_run=True)
+    except UnsupportedEdit:  # no eraser for this model, or keys that cannot be moved
+        return False
+    return True
 
 
 def measure_ask(model: Any, tokenizer: Any, size: int, rounds: int, log: RowLog, say: Say) -> None:

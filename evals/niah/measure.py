@@ -31,7 +31,7 @@ METHODS = (
     "instruct",
 )
 PROBES = ("none", "recompute", "kveraser", "refill", "recompute+cascade", "kveraser+cascade")
-_LONGEST_ANSWER = 16
+_LONGEST_ANSWER = 24
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class _Asked:
     """An answer and its cost.
 
     Attributes:
-        text: what was generated, up to the end of the first integer.
-        query_s, decode_s: seconds to read the question and to generate.
-        n_decoded: forwards while generating.
+        text: what was generated, up to the end of the turn.
+        query_s, decode_s: seconds to read the question, and to generate up to the end of the first integer.
+        n_decoded: tokens generated in that time.
         after_question: the cache as it stood when the answer began.
         log_probs: of the next token there.
     """
@@ -68,7 +68,9 @@ def measure_sample(
         edited = unshared_fork(memory)
         edit_s = 0.0
         if method != "none":
-            edit_s = edited.retract(gone.id, method=method).seconds or 0.0
+            report = edited.retract(gone.id, method=method)
+            assert report.method == method, "the needle is never the tail"
+            edit_s = report.seconds or 0.0
         asked = _ask(edited, sample)
         erased, kept = sample.needles[which].value, sample.needles[1 - which].value
         log.add(
@@ -118,7 +120,7 @@ def measure_derived(new_memory: Callable[[], ContextMemory], sample: Haystack, l
 
 
 def _ask(memory: ContextMemory, sample: Haystack) -> _Asked:
-    """Greedy decoding until the first integer has ended."""
+    """Greedy decoding to the end of the turn; timed until the first integer has ended."""
     codec, backbone = memory._codec, memory.backbone
     prompt = (*codec.encode(sample.question), *memory._framing.answer_open, *codec.encode(sample.prefix))
     cache = memory.past_key_values
@@ -128,17 +130,19 @@ def _ask(memory: ContextMemory, sample: Haystack) -> _Asked:
     after, log_probs = cache.view(), logits.double().log_softmax(-1)
     ids: list[int] = []
     started = time.perf_counter()
+    decode_s, n_decoded = 0.0, 0
     while len(ids) < _LONGEST_ANSWER:
         token = int(logits.argmax())
-        if token in memory._end_ids:
+        is_over = token in memory._end_ids
+        if not n_decoded and (is_over or re.search(r"\d[^\d,]", codec.decode([*ids, token]))):
+            decode_s, n_decoded = time.perf_counter() - started, len(ids) + 1
+        if is_over:
             break
         ids.append(token)
-        if re.search(r"\d[^\d,]", codec.decode(ids)):
-            break
         logits = backbone.forward([token], cache)
-    decode_s = time.perf_counter() - started
     cache.release()
-    return _Asked(codec.decode(ids), query_s, decode_s, len(ids), after, log_probs)
+    decode_s = decode_s if n_decoded else time.perf_counter() - started
+    return _Asked(codec.decode(ids), query_s, decode_s, n_decoded or len(ids), after, log_probs)
 
 
 def _scored(memory: ContextMemory, asked: _Asked, kept: str, erased: str) -> dict[str, Any]:

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
-from contextmem import ContextMemory
+from contextmem import ContextMemory, KVEraser
 from contextmem.evals.niah.latency import measure_latency
 from contextmem.evals.niah.measure import METHODS, measure_derived, measure_sample
 from contextmem.evals.niah.report import write_report
 from contextmem.evals.niah.samples import derived_haystack, haystack_of
 from contextmem.evals.rows import RowLog
+from contextmem.identity import backbone_identity
 from contextmem.loading import load_pretrained
 from contextmem.training.layout import Layout
 from contextmem.training.prose import HELD_OUT, prose_of
+from contextmem.weights import eraser_for
 
 __all__ = ["SAMPLES", "run"]
 
@@ -61,7 +63,17 @@ def run(
     empty = new_memory()
     layout = Layout(empty._codec, empty._framing)
     prose = prose_of(*text, part=None if text else HELD_OUT)
-    log = RowLog(folder / "rows.jsonl")
+    named = eraser_for(empty.backbone) if eraser == "auto" else KVEraser.from_pretrained(eraser)
+    settings = {
+        "model": backbone_identity(empty.backbone)["weights_bfloat16"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "eraser": named.fingerprint if named is not None else None,
+        "text": [Path(path).name for path in text],
+        "seed": seed,
+    }
+    log = RowLog(folder / "rows.jsonl", settings)
+    if named is None:
+        methods = [method for method in methods if method != "kveraser"]
     for size, n in (SAMPLES if samples is None else samples).items():
         for number in range(n):
             measure_sample(new_memory, haystack_of(layout, prose, size, number, seed), methods, log)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from contextmem import ContextMemory, Segment
 from contextmem.training.haystack import haystack
 from contextmem.training.layout import Layout
-from contextmem.training.needles import HELD_OUT_FORMS, Needle, new_key, new_value
+from contextmem.training.needles import EVALUATED_FORMS, Needle, new_key, new_value
 from contextmem.training.prose import Prose
 
 __all__ = ["NEEDLES", "Haystack", "derived_haystack", "filled", "haystack_of"]
 
 NEEDLES = ("first", "second")
-_ROOM = 80  # tokens kept for template, question and answer
+_ROOM = 200  # tokens kept for template, question, answer, an instruction, and a last paragraph that is a little longer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def haystack_of(layout: Layout, prose: Prose, size: int, number: int, seed: int,
 
 
 def derived_haystack(layout: Layout, prose: Prose, size: int, number: int, seed: int, digits: int = 5) -> Haystack:
-    """Either needle may come first; a sentence derived from the one to erase stands at least a paragraph after both."""
+    """Either needle may come first; a sentence derived from the one to erase stands a paragraph or more after both."""
     rng = random.Random(f"derived-{seed}-{size}-{number}")
     first, second = _needles(rng, number, digits)
     order = [first, second]
@@ -81,7 +81,7 @@ def filled(memory: ContextMemory, sample: Haystack) -> Sequence[Segment]:
 
 
 def _needles(rng: random.Random, number: int, digits: int) -> tuple[Needle, Needle]:
-    form, key = HELD_OUT_FORMS[number % len(HELD_OUT_FORMS)], new_key(rng)
+    form, key = EVALUATED_FORMS[number % len(EVALUATED_FORMS)], new_key(rng)
     values = [new_value(rng, digits) for _ in range(2)]
     if values[0] == values[1]:
         values[1] = str(int(values[0]) ^ 1)

@@ -15,6 +15,7 @@ from contextmem import KVEraser
 from contextmem.backbone import Backbone
 from contextmem.cache import SpanCache
 from contextmem.codec import Codec
+from contextmem.errors import InvalidInput
 from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.environment import environment
 from contextmem.evals.rows import RowLog
@@ -55,7 +56,13 @@ def run(
     layout = Layout(codec, framing_of(codec))
     source = SpanNeighbourSource(prose_of(*text, part=None if text else HELD_OUT), n_chunks=1, every_anchor=True)
     loaded = {label: KVEraser.from_pretrained(place) for label, place in erasers.items()}
-    log = RowLog(folder / "rows.jsonl")
+    if reserved := {CONTAMINATED, RECOMPUTE} & set(erasers):
+        raise InvalidInput(f"an eraser cannot be labelled {reserved.pop()!r}: that is a baseline of this evaluation.")
+    settings = {"dtype": str(model.dtype).removeprefix("torch."), "text": [Path(p).name for p in text], "seed": seed}
+    log = RowLog(folder / "rows.jsonl", settings)
+    for label, eraser in loaded.items():
+        if {row["eraser"] for row in log.of(method=label)} - {eraser.fingerprint}:
+            raise InvalidInput(f"the rows labelled {label!r} in {folder} are another eraser's. Choose another label.")
     for number in range(n_samples):
         sample = source.sample(layout, random.Random(f"span-neighbour-{seed}-{number}"))
         _measure(backbone, sample, number, loaded, log)
@@ -66,26 +73,27 @@ def run(
 def _measure(backbone: Backbone, sample: Sample, number: int, erasers: Mapping[str, KVEraser], log: RowLog) -> None:
     """One row for every method and anchor that `log` lacks."""
     methods = [CONTAMINATED, RECOMPUTE, *erasers]
-    missing = [m for m in methods if not log.has(f"{number}-{sample.erasures[0].kind}", m)]
+    missing = [(m, e) for m in methods for e in sample.erasures if not log.has(f"{number}-{e.kind}", m)]
     if not missing:
         return
     contaminated, clean = backbone.new_cache(), backbone.new_cache()
     backbone.prefill(sample.context, contaminated)
     start, stop = sample.erasures[0].start, sample.erasures[0].stop
-    if RECOMPUTE in missing:
-        backbone.prefill(sample.context[:start] + sample.context[stop:], clean)
-    for method in missing:
-        for erasure in sample.erasures:
-            cache = {CONTAMINATED: contaminated, RECOMPUTE: clean}.get(method)
-            if cache is None:
-                cache = _erased(backbone, erasers[method], contaminated, sample, erasure)
-            log.add(
-                f"{number}-{erasure.kind}",
-                method,
-                kind=erasure.kind,
-                span=stop - start,
-                **_scored(backbone, cache, sample, erasure),
-            )
+    backbone.prefill(sample.context[:start] + sample.context[stop:], clean)
+    prints = {label: eraser.fingerprint for label, eraser in erasers.items()}
+    for method, erasure in missing:
+        cache = {CONTAMINATED: contaminated, RECOMPUTE: clean}.get(method)
+        if cache is None:
+            cache = _erased(backbone, erasers[method], contaminated, sample, erasure)
+        scored = _scored(backbone, cache, sample, erasure)
+        log.add(
+            f"{number}-{erasure.kind}",
+            method,
+            kind=erasure.kind,
+            span=stop - start,
+            eraser=prints.get(method),
+            **scored,
+        )
 
 
 def _erased(backbone: Backbone, eraser: KVEraser, cache: SpanCache, sample: Sample, erasure: Erasure) -> SpanCache:
