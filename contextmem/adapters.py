@@ -190,7 +190,9 @@ class FullCopy:
     def attached(self, core: Any) -> Iterator[Any]:
         parameter = next(iter(core.parameters()))
         own = next(iter(self._model.parameters()))
-        if own.device != parameter.device or (own.dtype != parameter.dtype and not own.requires_grad):
+        if own.requires_grad:  # under training: in a type of its own
+            self._model.to(parameter.device)
+        elif own.device != parameter.device or own.dtype != parameter.dtype:
             self._model.to(parameter.device, parameter.dtype)
         yield self._model
 

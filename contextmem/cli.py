@@ -239,7 +239,7 @@ def train_eraser(
             "seed": seed,
         }
         plan = TrainingPlan.read(config, flags)
-        train_eraser(*load_pretrained(model, dtype=dtype), plan, out)
+        train_eraser(*load_pretrained(model), plan, out, dtype=dtype)
         Console().print(f"the eraser is in {out / 'eraser'}, its loss curve in {out / 'loss.png'}", highlight=False)
 
 
@@ -261,3 +261,7 @@ def _counts(pairs: list[str] | None) -> dict[int, int] | None:
         return {int(size): int(n) for size, n in (pair.split("=") for pair in pairs)}
     except ValueError:
         raise InvalidInput(f"samples are given as TOKENS=N, such as 512=60, not {' '.join(pairs)!r}.") from None
+
+
+if __name__ == "__main__":  # for `accelerate launch -m contextmem.cli train eraser ...`
+    app()

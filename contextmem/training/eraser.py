@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
@@ -93,21 +94,23 @@ class TrainingPlan:
         )
 
 
-def train_eraser(model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | Path) -> KVEraser:
+def train_eraser(
+    model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | Path, *, dtype: torch.dtype | str = torch.bfloat16
+) -> KVEraser:
     """Train an eraser for `model` and save it in `folder`/eraser; stage 1 alone is in `folder`/stage-1/eraser.
 
     A run that was stopped goes on from its last checkpoint when it is started again with the same plan and folder.
 
     Args:
-        model: frozen here; bfloat16 trains at twice the speed of float32, and the eraser fits both.
+        model: frozen here, cast to `dtype`, and moved to the device of this process. The eraser fits it in any type.
+        dtype: of the frozen weights while training; bfloat16 trains at twice the speed of float32.
 
     Raises:
-        InvalidInput: `folder` holds a run with another plan.
+        InvalidInput: `folder` holds a run with another plan, or of another model.
     """
     folder = Path(folder)
     model.eval().requires_grad_(False)
-    if torch.cuda.is_available():
-        model.to("cuda")
+    process = PartialState()
     backbone, codec = Backbone.of(model), Codec.of(tokenizer)
     layout = Layout(codec, framing_of(codec))
     eraser = KVEraser.untrained(
@@ -120,23 +123,28 @@ def train_eraser(model: Any, tokenizer: Any, plan: TrainingPlan, folder: str | P
         max_span_tokens=plan.max_span_tokens,
         seed=plan.seed,
     )
+    model.to(process.device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     adapter = eraser.adapter_for(backbone)
     adapter.module.float().requires_grad_(True)
-    _claim(folder, plan)
+    with process.main_process_first():
+        _claim(folder, plan, eraser.config.identity)
     objective = EraserObjective(backbone, adapter, plan.conditioning)
     sources = _sources(plan)
     logs: dict[str, list[dict[str, Any]]] = {}
     for stage in plan.stages():
         if stage.steps:
-            n = stage.steps * stage.contexts_per_step
+            n = stage.steps * stage.contexts_per_step * process.num_processes
             samples = Samples(layout, sources, stage.mix, n, f"{plan.seed}-{stage.name}")
             logs[stage.name] = fit(
                 objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps
             )
-            _described(eraser, plan, logs).save_pretrained(folder / stage.name / "eraser")
+            if process.is_main_process:
+                _described(eraser, plan, logs).save_pretrained(folder / stage.name / "eraser")
+    adapter.module.eval().requires_grad_(False)
     trained = _described(eraser, plan, logs)
-    trained.save_pretrained(folder / "eraser")
-    _plot(logs, folder / "loss.png")
+    if process.is_main_process:
+        trained.save_pretrained(folder / "eraser")
+        _plot(logs, folder / "loss.png")
     return trained
 
 
@@ -162,9 +170,9 @@ def _described(eraser: KVEraser, plan: TrainingPlan, logs: Mapping[str, Any]) ->
     return eraser
 
 
-def _claim(folder: Path, plan: TrainingPlan) -> None:
-    """Bind the folder to the plan, so that a resumed run cannot mix two."""
-    record, text = folder / "plan.json", json.dumps(asdict(plan), indent=2)
+def _claim(folder: Path, plan: TrainingPlan, identity: Mapping[str, str]) -> None:
+    """Bind the folder to the plan and the model, so that a resumed run cannot mix two."""
+    record, text = folder / "plan.json", json.dumps({**asdict(plan), "identity": dict(identity)}, indent=2)
     if record.exists() and record.read_text() != text:
         raise InvalidInput(
             f"{folder} holds a run with another plan: choose another folder, or the settings in {record}."

@@ -25,10 +25,9 @@ def haystack(
             break
         paragraphs.append((paragraph if length <= max(left, 40) else cut(layout, paragraph, max(left, 40))) + " ")
         left -= length
-    places = range(len(paragraphs))  # a paragraph comes last
-    cuts = sorted(
-        rng.sample(places, len(inserted)) if len(places) >= len(inserted) else rng.choices(places, k=len(inserted))
-    )
+    free = range(len(paragraphs))  # a paragraph comes last
+    are_enough = len(free) >= len(inserted)
+    cuts = sorted(rng.sample(free, len(inserted)) if are_enough else rng.choices(free, k=len(inserted)))
     texts: list[str] = []
     places: list[int] = []
     at = 0

@@ -34,7 +34,7 @@ class EraserObjective(nn.Module):
         self.eraser = adapter.module
         self._held = (backbone, adapter)
         self.conditioning = conditioning
-        self.seen = self.kept = 0
+        self.seen, self.kept, self.total = 0, 0, 0.0  # erasures met and trained on, and their losses; for the log
 
     def forward(self, sample: Sample) -> dict[str, Tensor]:
         """The mean loss over the erasures that pass the sample's check; zero, with a gradient of zero, if none does."""
@@ -47,6 +47,7 @@ class EraserObjective(nn.Module):
         losses = [self._loss(sample, context, erasure) for erasure in erasures]
         if not losses:
             return {"loss": sum((p.sum() * 0.0 for p in self.eraser.parameters()), torch.zeros(()))}
+        self.total += sum(float(loss.detach()) for loss in losses)
         return {"loss": torch.stack(losses).mean()}
 
     def _loss(self, sample: Sample, context: SpanCache, erasure: Erasure) -> Tensor:

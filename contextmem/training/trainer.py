@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from contextmem.training.layout import Layout
 from contextmem.training.samples.base import Sample, Source
@@ -89,11 +88,19 @@ def fit(
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=False,
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several devices are for `accelerate launch`, a process each
     trainer = _EraserTrainer(model=objective, args=arguments, train_dataset=samples, data_collator=_only_one)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     history: list[dict[str, Any]] = trainer.state.log_history
-    (folder / "log.json").write_text(json.dumps(history, indent=1))
+    if trainer.is_world_process_zero():
+        (folder / "log.json").write_text(json.dumps(history, indent=1))
     return history
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; the trainer's state comes last."""
+    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda place: int(place.name.rpartition("-")[2]))) if whole else None
 
 
 class _EraserTrainer(Trainer):  # type: ignore[misc]
@@ -116,9 +123,12 @@ class _EraserTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         objective = self.accelerator.unwrap_model(self.model)
-        if objective.seen:
+        if "loss" in logs and objective.kept:
+            logs["loss"] = (
+                objective.total / objective.kept
+            )  # the mean over what was trained on, not over what was dropped
             logs["kept"] = round(objective.kept / objective.seen, 3)
-            objective.seen = objective.kept = 0
+            objective.seen, objective.kept, objective.total = 0, 0, 0.0
         super().log(logs, *args, **kwargs)
 
 

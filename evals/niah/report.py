@@ -152,8 +152,8 @@ def _head(used: Mapping[str, str], command: str, seed: int, threads: str) -> lis
         f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
         "",
         "Two needles with one key and different five-digit values in prose; one is erased, the other must be answered. An",
-        "answer is its first integer; the answer's beginning is given. Brackets: 95 % bootstrap intervals; n: samples. Texts,",
-        "keys and values were not in training; the two wordings were among its twelve.",
+        "answer is its first integer; the answer's beginning is given. Brackets: 95 % bootstrap intervals; n: samples.",
+        "The texts were not in training; the two wordings were among its twelve.",
         f"Seconds in the rows of exact match and in the plot: {threads} thread{'' if threads == '1' else 's'}.",
     ]
 
@@ -194,8 +194,8 @@ def _body(figures: dict[str, Any]) -> Iterable[str]:
     )
     yield from ("", "## What was answered, and what is left of the erased value", "")
     yield from (
-        "`leak`: the erased value stands anywhere in the answer (to its end, 24 tokens at most). `nats`: its log-probability as the answer, above that in a",
-        "context that never held it.",
+        "`leak`: the erased value stands anywhere in the answer (to its end, 24 tokens at most). `nats`: its log-probability",
+        "as the answer, above that in a context that never held it.",
         "",
     )
     yield from _grid(
@@ -228,8 +228,8 @@ def _latency_lines(table: dict[str, Any]) -> Iterable[str]:
         "## Seconds after the initial prefill",
         "",
         f"The needle stands in the middle; edit + question + {N_DECODED} answer tokens, medians, {threads} threads.",
-        "`recompute` is in chunks; the ratio is against the faster of both. `edit / bare`: against a bare forward of the span",
-        "over the same prefix.",
+        "`recompute` is in chunks; the ratio is against the faster of both. `edit / bare`: against a bare forward of the",
+        "span over the same prefix.",
         "",
     )
     columns = [
