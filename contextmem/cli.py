@@ -140,7 +140,7 @@ def niah(
         list[int] | None, typer.Option(help="Tokens to measure latency at, repeatable, on an idle machine.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Two short contexts, to try it out.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two short contexts, beside --out, to try it out.")] = False,
 ) -> None:
     """Erase one of two contradicting needles: exact match, leaks and latency of every method."""
     with _clean_errors(), _extra("evals"):
@@ -152,7 +152,7 @@ def niah(
             check_choice("a method", name, METHODS)
         print(
             run(
-                out,
+                out.with_name("quick") if quick else out,
                 model_name=model,
                 eraser=eraser,
                 dtype=dtype,

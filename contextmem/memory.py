@@ -142,6 +142,7 @@ class ContextMemory:
         self._events = events
         self._busy = threading.Lock()
         self._cancel = threading.Event()
+        self._editing = threading.RLock()  # held while an edit may write over slots in place
         self._closed = False
 
     # ------------------------------------------------------------------ reading
@@ -184,7 +185,8 @@ class ContextMemory:
     @property
     def past_key_values(self) -> SpanCache:
         """The KV as a transformers cache. What a forward adds to it is not part of this memory."""
-        return self._state.cache.view()
+        with self._editing:
+            return self._state.cache.view()
 
     def segments(
         self,
@@ -786,9 +788,10 @@ class ContextMemory:
     ) -> float:
         """Compute the next state of an edit and take it over; returns seconds."""
         started = time.perf_counter()
-        with Progress("recompute", n_tokens, reused, progress) as bar:
-            next_state = compute(self._step(bar))
-        self._commit(next_state)
+        with self._editing:
+            with Progress("recompute", n_tokens, reused, progress) as bar:
+                next_state = compute(self._step(bar))
+            self._commit(next_state)
         seconds = time.perf_counter() - started
         self._note_speed(n_tokens, seconds)
         return seconds

@@ -25,11 +25,44 @@ def chat(tmp_path: Path) -> tuple[Chat, io.StringIO]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["chat", "--help"], ["inspect", "--help"], ["eval", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["demo", "--help"],
+        ["chat", "--help"],
+        ["inspect", "--help"],
+        ["eval", "--help"],
+        ["eval", "niah", "--help"],
+        ["eval", "span-neighbour", "--help"],
+        ["train", "eraser", "--help"],
+    ],
 )
 def test_help(arguments: list[str]) -> None:
     result = RUN.invoke(app, arguments)
     assert result.exit_code == 0 and "Usage" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "niah", "--samples", "many"], "TOKENS=N"),
+        (["eval", "niah", "--methods", "forget"], "recompute"),
+        (["train", "eraser", "--out", "x", "--text", "nowhere"], "no file or folder nowhere"),
+        (["train", "eraser", "--out", "x", "--config", "nowhere.toml"], "cannot be read"),
+        (["eval", "span-neighbour", "--eraser", "recompute=x"], "no folder"),
+    ],
+)
+def test_what_is_the_users_to_mend_is_said_without_a_traceback(
+    arguments: list[str], message: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    monkeypatch.setattr("contextmem.loading.load_pretrained", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setattr("contextmem.evals.span_neighbour.run.load_pretrained", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    result = RUN.invoke(app, arguments, env={"COLUMNS": "400"})
+    assert result.exit_code == 1 and message in " ".join(result.output.split())
+    assert not (tmp_path / "x" / "plan.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,7 +216,134 @@ def test_conditioning_on_later_positions_is_refused_under_sliding_windows() -> N
     assert_unchanged(memory, before)
 
 
+class TestRanges:
+    """Spans that touch the end, each other, erased ones, or a gap in the positions."""
+
+    def test_what_goes_at_the_end_is_cut_and_only_the_rest_is_steered(self, model: Any) -> None:
+        memory = erasing_memory(model)
+        segments = filled(memory)
+        report = memory.retract([segments[1], segments[3]], method="kveraser")
+        assert memory.seq_length == segments[2].stop and report.tokens_recomputed == segments[1].n_tokens
+        assert [s.state for s in memory.segments(state="erased")] == ["erased"]
+        assert memory.logits().shape == (300,)
+        memory.settle()
+        assert_equals_reference(memory)
+
+    def test_erased_spans_are_never_steered_again(self, model: Any) -> None:
+        memory = erasing_memory(model)
+        segments = filled(memory)
+        memory.append("And one more of them, to be long. ")
+        memory.retract(segments[3], method="kveraser")
+        memory.retract(segments[2], method="kveraser")
+        memory.retract([segments[1], memory.segments()[-1]], method="kveraser")
+        assert memory.seq_length == segments[0].stop and memory._state.is_exact
+
+    def test_cascading_over_an_erased_segment(self, model: Any) -> None:
+        memory = erasing_memory(model)
+        first = memory.append("The price is 3. ")
+        memory.append("Other things. ")
+        second = memory.append("So it costs 3. ", parents=[first])
+        memory.append("A long text that follows it, and goes on and on for a while.")
+        memory.retract(second, method="kveraser")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = memory.retract(first, method="kveraser", cascade=True)
+        assert report.segments == (first.id,) and report.dependents == ()
+
+    def test_adjacent_segments_are_passes_of_their_own(self, model: Any) -> None:
+        eraser = KVEraser.untrained(model, max_span_tokens=25)
+        memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
+        segments = filled(memory)
+        before = layer_tensors(memory)
+        memory.retract([segments[1], segments[2]], method="kveraser")
+        assert same_tensors(layer_tensors(memory), before)
+
+    @pytest.mark.parametrize("method", ["kveraser", "refill"])
+    def test_positions_stay_true_beside_a_gap(self, model: Any, method: str) -> None:
+        """Layer 0 depends on token and position alone: with blanks to refill and nothing learned, it stays as it was."""
+        memory = ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model))
+        segments = [memory.append(text) for text in ("\n\n\n", "gap gap", "\n\n", "And some old bread, and cheese.")]
+        memory.retract(segments[1], method="mask")
+        before = layer_tensors(memory)
+        memory.retract([segments[0], segments[2]], method=method)
+        for now, then in zip(layer_tensors(memory)[0], before[0], strict=True):
+            torch.testing.assert_close(now, then, rtol=1e-4, atol=1e-5)
+
+    def test_reports_count_what_is_reused(self) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        segments = filled(memory)
+        memory.retract(segments[1], method="kveraser")
+        report = memory.retract(segments[2], method="recompute")
+        assert report.tokens_reused == segments[1].start
+
+    def test_replacing_frees_erased_slots_before_it_counts_room(self) -> None:
+        model = build(tiny_config("llama", max_position_embeddings=150), seed=8)
+        memory = erasing_memory(model)
+        memory.append("Intro. ")
+        gone = memory.append("x" * 40)
+        kept = memory.append("y" * 40)
+        memory.retract(gone, method="kveraser")
+        memory.replace(kept, "z" * 80)
+        assert_equals_reference(memory)
+
+    def test_a_replacing_append_recomputes_where_erased_slots_would_leave_no_room(self) -> None:
+        model = build(tiny_config("llama", max_position_embeddings=150), seed=8)
+        memory = erasing_memory(model)
+        memory.append("x" * 40, key="k")
+        memory.append("y" * 75)
+        memory.append("z" * 40, key="k", on_conflict="replace")
+        assert_equals_reference(memory)
+
+
+class TestThreads:
+    def test_two_memories_on_one_model_erase_at_once(self) -> None:
+        model = tiny_model("llama")
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                memory = erasing_memory(model)
+                segments = filled(memory)
+                for segment in segments[:3]:
+                    assert memory.retract(segment, method="kveraser").method == "kveraser"
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+    def test_one_eraser_on_two_models_at_once(self) -> None:
+        """The layers stand in one model at a time; each memory gets what its own model computes."""
+        models = [build(tiny_config("llama"), seed=9) for _ in range(2)]
+        eraser = moved(KVEraser.untrained(models[0]), models[0])
+        results: list[Any] = []
+
+        def work(model: Any) -> None:
+            for _ in range(5):
+                memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
+                memory.retract(filled(memory)[1], method="kveraser")
+                results.append(layer_tensors(memory))
+
+        threads = [threading.Thread(target=work, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 10 and all(same_tensors(result, results[0]) for result in results)
+
+
 class TestAuto:
+    def test_recomputes_where_the_eraser_needs_a_question(self) -> None:
+        memory = erasing_memory(tiny_model("llama"), conditioning="query")
+        segments = filled(memory)
+        assert memory.retract(segments[1], dry_run=True).method == "recompute"
+        report = memory.retract(segments[1])
+        assert report.method == "recompute" and "question" in report.why
+
     def test_erases_when_an_eraser_fits_and_it_costs_less(self) -> None:
         memory = erasing_memory(tiny_model("llama"))
         segments = filled(memory)
@@ -287,6 +417,39 @@ class TestIdentity:
         segments = filled(memory)
         with pytest.raises(IdentityMismatch):
             memory.retract(segments[1], method="kveraser")
+
+    def test_weights_that_changed_since_are_noticed(self) -> None:
+        model = build(tiny_config("llama"), seed=3)
+        memory = erasing_memory(model)
+        segments = filled(memory)
+        memory.retract(segments[1], method="kveraser")
+        with torch.no_grad():
+            model.get_decoder().layers[0].mlp.up_proj.weight.mul_(2)
+        with pytest.raises(IdentityMismatch):
+            memory.retract(segments[0], method="kveraser")
+
+    def test_an_eraser_outlives_the_model_it_was_made_for(self, tmp_path: Path) -> None:
+        eraser = KVEraser.untrained(build(tiny_config("llama"), seed=3))
+        gc.collect()
+        eraser.save_pretrained(tmp_path)
+        model = build(tiny_config("llama"), seed=3)
+        for one in (eraser, KVEraser.from_pretrained(tmp_path)):
+            memory = ContextMemory(model, tiny_tokenizer(), eraser=one)
+            assert memory.retract(filled(memory)[1], method="kveraser").method == "kveraser"
+
+    def test_weights_kept_beside_converted_models_are_found(self, tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.setenv("CONTEXTMEM_CACHE", str(tmp_path))
+        model = build(tiny_config("llama"), seed=10)
+        memory = ContextMemory(model, tiny_tokenizer())
+        segments = filled(memory)
+        assert memory.retract(segments[0], dry_run=True).method == "recompute"
+        damaged = tmp_path / "weights" / "a"
+        KVEraser.untrained(model).save_pretrained(damaged)
+        (damaged / "adapter_model.safetensors").write_bytes(b"cut off")
+        KVEraser.untrained(build(tiny_config("llama"), seed=11)).save_pretrained(tmp_path / "weights" / "b")
+        assert memory.retract(segments[0], dry_run=True).method == "recompute"
+        KVEraser.untrained(model).save_pretrained(tmp_path / "weights" / "c")
+        assert memory.retract(segments[0]).method == "kveraser"
 
     def test_the_same_model_in_half_precision_fits(self, tmp_path: Path) -> None:
         model = build(tiny_config("llama"), seed=3)

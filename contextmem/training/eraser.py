@@ -109,6 +109,7 @@ def train_eraser(
         InvalidInput: `folder` holds a run with another plan, or of another model.
     """
     folder = Path(folder)
+    sources = _sources(plan)
     model.eval().requires_grad_(False)
     process = PartialState()
     backbone, codec = Backbone.of(model), Codec.of(tokenizer)
@@ -129,7 +130,6 @@ def train_eraser(
     with process.main_process_first():
         _claim(folder, plan, eraser.config.identity)
     objective = EraserObjective(backbone, adapter, plan.conditioning)
-    sources = _sources(plan)
     logs: dict[str, list[dict[str, Any]]] = {}
     for stage in plan.stages():
         if stage.steps:

@@ -194,7 +194,7 @@ def _body(figures: dict[str, Any]) -> Iterable[str]:
     )
     yield from ("", "## What was answered, and what is left of the erased value", "")
     yield from (
-        "`leak`: the erased value stands anywhere in the answer (to its end, 24 tokens at most). `nats`: its log-probability",
+        "`leak`: the erased value stands anywhere in the answer (24 tokens at most). `nats`: its log-probability",
         "as the answer, above that in a context that never held it.",
         "",
     )
