@@ -213,6 +213,7 @@ def train_eraser(
         list[str] | None, typer.Option(help="JSONL files, or Hugging Face datasets, for distractor QA.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="lora or full.")] = None,
+    target: Annotated[str | None, typer.Option(help="teacher or answer: what the loss compares with.")] = None,
     conditioning: Annotated[str | None, typer.Option(help="prefix, none, query or suffix.")] = None,
     rank: Annotated[int | None, typer.Option(help="Of the LoRA matrices.")] = None,
     stage1_steps: Annotated[int | None, typer.Option(help="Optimizer steps of span-neighbour pre-training.")] = None,
@@ -231,6 +232,7 @@ def train_eraser(
             "qa": qa,
             "adapter": adapter,
             "conditioning": conditioning,
+            "target": target,
             "rank": rank,
             "stage1_steps": stage1_steps,
             "stage2_steps": stage2_steps,

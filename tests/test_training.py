@@ -56,9 +56,12 @@ def text_of(layout: Layout, ids: Any) -> str:
 
 class TestSamples:
     def test_the_halves_of_the_prose_are_disjoint(self) -> None:
-        train, held_out = (set(prose_of(part=part).documents) for part in (TRAIN, HELD_OUT))
+        train, held_out, every = (
+            {paragraph for document in prose_of(part=part).documents for paragraph in document}
+            for part in (TRAIN, HELD_OUT, None)
+        )
         assert train and held_out and not train & held_out
-        assert train | held_out == set(prose_of().documents)
+        assert train | held_out == every
 
     def test_prose_from_files_and_folders(self, tmp_path: Path) -> None:
         paragraph = "A paragraph that is long enough to count as one, which takes more than eighty characters."
@@ -104,7 +107,8 @@ class TestSamples:
             sample = source.sample(layout, random.Random(seed))
             (erasure,) = sample.erasures
             span = text_of(layout, sample.context[erasure.start : erasure.stop])
-            answer = text_of(layout, erasure.answer).strip()
+            assert erasure.answer[-1] == layout.end[0]
+            answer = text_of(layout, erasure.answer[:-1]).strip()
             wrong = {"Prague": "Brno", "Brno": "Prague"}[answer]
             assert wrong in span and answer not in span and sample.check == "clean_and_misled"
         with pytest.raises(InvalidInput, match="no file"):
@@ -141,10 +145,37 @@ def test_the_loss_is_that_of_the_librarys_own_edit(conditioning: str, adapter: s
     opened = (*question, *memory._framing.answer_open)
     erasure = Erasure(segments[1].start, segments[1].stop, opened, answer, "test")
     backbone = Backbone.of(model)
-    objective = EraserObjective(backbone, eraser.adapter_for(backbone), conditioning)
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), conditioning, "answer")
     loss = float(objective(Sample(memory.token_ids, (erasure,)))["loss"].detach())
     memory.retract(segments[1], method=KVErase(question="Which?"))
     assert loss == pytest.approx(-memory.score("Three", question="Which?") / len(answer), rel=1e-4)
+
+
+def test_the_teacher_is_the_context_without_the_span(model: Any) -> None:
+    """The loss is the divergence of a memory that erased from one that recomputed, and zero for a span without effect."""
+    eraser = moved(KVEraser.untrained(model), model)
+    memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
+    segments = [memory.append(t) for t in ("One two three. ", "Four five six. ", "Seven eight nine, and ten at last.")]
+    question, answer = memory._codec.encode("Which?"), memory._codec.encode("Three")
+    erasure = Erasure(segments[1].start, segments[1].stop, question, answer, "test")
+    backbone = Backbone.of(model)
+    loss = EraserObjective(backbone, eraser.adapter_for(backbone))(Sample(memory.token_ids, (erasure,)))["loss"]
+    told = []
+    for method in ("recompute", "kveraser"):
+        edited = memory.fork()
+        edited.retract(segments[1], method=method)
+        logits = backbone.forward((*question, *answer[:-1]), edited.past_key_values, all_logits=True)
+        told.append(logits[-len(answer) :].double().log_softmax(-1))
+    expected = (told[0].exp() * (told[0] - told[1])).sum(-1).mean()
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-3, abs=1e-5)
+
+
+def test_a_lone_needle_leaves_no_answer(layout: Layout) -> None:
+    sample = NiahSource(PROSE, sizes=((1024, 1.0),), share_lone=1.0).sample(layout, random.Random(0))
+    assert len(sample.erasures) == 2
+    for erasure in sample.erasures:
+        value = "".join(c for c in text_of(layout, erasure.answer) if c.isdigit())
+        assert value not in text_of(layout, sample.context)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "full"])
@@ -170,7 +201,7 @@ def test_only_samples_that_pass_their_check_count() -> None:
     model = tiny_model("llama")
     eraser = KVEraser.untrained(model)
     backbone = Backbone.of(model)
-    objective = EraserObjective(backbone, eraser.adapter_for(backbone))
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), target="answer")
     context, question = tuple(range(5, 60)), (7, 8)
     without = backbone.new_cache()
     backbone.prefill(context[:20] + context[30:], without)

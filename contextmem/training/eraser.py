@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
 from contextmem.eraser import KVEraser
@@ -29,6 +30,13 @@ from contextmem.training.trainer import Samples, Stage, fit
 __all__ = ["TrainingPlan", "train_eraser"]
 
 
+_YLABELS = {
+    "teacher": "KL from the context without the span, nats a token",
+    "answer": "cross-entropy of the answer, nats a token",
+}
+_SHARE_LONE = 0.15  # of needle contexts
+
+
 @dataclass(frozen=True)
 class TrainingPlan:
     """Everything that determines a training run, together with the model. Files hold the same names (TOML).
@@ -40,6 +48,7 @@ class TrainingPlan:
         stage1_steps, stage2_steps: optimizer steps of span-neighbour pre-training, and of needles and distractors.
         contexts_per_step: contexts whose gradients are added up in one step.
         lr, stage2_lr: peak learning rates.
+        target: "teacher" (what the model says without the span) or "answer" (the right answer, as in the paper).
         qa_share: share of distractor QA among the contexts of stage 2.
         recall_share: share of span-neighbour samples among the contexts of stage 2.
         sizes: (tokens, weight) of needle contexts.
@@ -60,12 +69,16 @@ class TrainingPlan:
     contexts_per_step: int = 2
     lr: float = 1e-3
     stage2_lr: float = 1e-3
+    target: str = "teacher"
     qa_share: float = 0.2
     recall_share: float = 0.15
     sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
     max_span_tokens: int = 512
     save_steps: int = 25
     seed: int = 42
+
+    def __post_init__(self) -> None:
+        check_choice("target", self.target, ("teacher", "answer"))
 
     @classmethod
     def read(cls, path: str | Path | None, changes: Mapping[str, Any]) -> TrainingPlan:
@@ -129,7 +142,7 @@ def train_eraser(
     adapter.module.float().requires_grad_(True)
     with process.main_process_first():
         _claim(folder, plan, eraser.config.identity)
-    objective = EraserObjective(backbone, adapter, plan.conditioning)
+    objective = EraserObjective(backbone, adapter, plan.conditioning, plan.target)
     logs: dict[str, list[dict[str, Any]]] = {}
     for stage in plan.stages():
         if stage.steps:
@@ -144,7 +157,7 @@ def train_eraser(
     trained = _described(eraser, plan, logs)
     if process.is_main_process:
         trained.save_pretrained(folder / "eraser")
-        _plot(logs, folder / "loss.png")
+        _plot(logs, folder / "loss.png", _YLABELS[plan.target])
     return trained
 
 
@@ -152,7 +165,7 @@ def _sources(plan: TrainingPlan) -> dict[str, Source]:
     prose = prose_of(*plan.text, part=None if plan.text else TRAIN)
     sources: dict[str, Source] = {
         "span_neighbour": SpanNeighbourSource(prose),
-        "niah": NiahSource(prose, sizes=plan.sizes),
+        "niah": NiahSource(prose, sizes=plan.sizes, share_lone=_SHARE_LONE if plan.target == "teacher" else 0.0),
     }
     if plan.qa:
         sources["distractor_qa"] = DistractorQaSource(questions_of(*plan.qa))
@@ -185,7 +198,7 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _plot(logs: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+def _plot(logs: Mapping[str, list[dict[str, Any]]], path: Path, ylabel: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -200,9 +213,7 @@ def _plot(logs: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
             for i in range(len(points))
         ]
         axis.plot([step for step, _ in points], smooth)
-        axis.set(
-            title=name, xlabel="optimizer steps", ylabel="cross-entropy of the answer, nats a token", ylim=(0, None)
-        )
+        axis.set(title=name, xlabel="optimizer steps", ylabel=ylabel, ylim=(0, None))
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

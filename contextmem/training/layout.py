@@ -25,6 +25,12 @@ class Layout:
             spans.append((start, len(ids)))
         return tuple(ids), spans
 
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The token that ends an answer, where the template has one."""
+        close = self.framing.answer_close[:1]
+        return close if close and close[0] in self.codec.control_ids else ()
+
     def question(self, text: str, prefix: str = "") -> tuple[int, ...]:
         """Ids of a question, the opened answer, and the answer's given beginning."""
         return (*self.codec.encode(text), *self.framing.answer_open, *self.codec.encode(prefix))

@@ -1,7 +1,9 @@
-"""The loss of an eraser: cross-entropy of the answer through the edited cache.
+"""The loss of an eraser, read by the frozen model through the edited cache.
 
 Source: KVEraser (arXiv 2606.17034). The context is prefilled once without gradient. For every erasure, gradient flows from
-the answer's tokens, read by the frozen model, through the steering KV into the eraser and nowhere else.
+the answer's tokens through the steering KV into the eraser and nowhere else. Two targets: the answer itself (cross-entropy,
+the paper's), or what the model says at every token of the answer in a context that never held the span (KL divergence).
+The second needs no samples to be dropped, and teaches nothing that the model would not have said.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ class EraserObjective(nn.Module):
     """One module whose forward takes a sample and returns its loss, so that data-parallel wrappers work.
 
     Its parameters are the eraser's alone; the frozen model is held outside the module tree.
+
+    Attributes:
+        target: "teacher" (the model in a context without the span) or "answer".
     """
 
-    def __init__(self, backbone: Backbone, adapter: Adapter, conditioning: str = "prefix") -> None:
+    def __init__(
+        self, backbone: Backbone, adapter: Adapter, conditioning: str = "prefix", target: str = "teacher"
+    ) -> None:
         super().__init__()
         self.eraser = adapter.module
         self._held = (backbone, adapter)
-        self.conditioning = conditioning
+        self.conditioning, self.target = conditioning, target
         self.seen, self.kept, self.total = 0, 0, 0.0  # erasures met and trained on, and their losses; for the log
 
     def forward(self, sample: Sample) -> dict[str, Tensor]:
@@ -59,10 +66,14 @@ class EraserObjective(nn.Module):
             steered = steering(core, backbone, seen, sample.context[start:stop], start)
         edited = joined([_slots(context, 0, start), steered, _slots(context, stop, n)])
         logits = answer_logits(backbone, edited, n, erasure.question, erasure.answer)
-        return F.cross_entropy(logits, torch.tensor(erasure.answer, device=logits.device))
+        if self.target == "answer":
+            return F.cross_entropy(logits, torch.tensor(erasure.answer, device=logits.device))
+        with torch.no_grad():
+            taught = teacher_logits(backbone, sample, context, erasure)
+        return F.kl_div(logits.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="batchmean")
 
     def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:
-        if sample.check == "none":
+        if sample.check == "none" or self.target == "teacher":
             return sample.erasures
         backbone, _ = self._held
         whole = _prefilled(backbone, sample.clean) if sample.clean is not None else None
@@ -74,6 +85,15 @@ class EraserObjective(nn.Module):
             if says(backbone, without, erasure):
                 kept.append(erasure)
         return kept
+
+
+def teacher_logits(backbone: Backbone, sample: Sample, context: SpanCache, erasure: Erasure) -> Tensor:
+    """Logits, (len(answer), vocab), for the answer in the context without the span."""
+    without = _prefilled(backbone, sample.context[erasure.stop :], context.view(erasure.start))
+    ids = [*erasure.question, *erasure.answer[:-1]]
+    logits = backbone.forward(ids, without, all_logits=True)[-len(erasure.answer) :]
+    without.release()
+    return logits
 
 
 def says(backbone: Backbone, context: SpanCache, erasure: Erasure) -> bool:

@@ -55,7 +55,7 @@ class DistractorQaSource:
         rng.shuffle(texts)
         context, spans = layout.context(texts)
         question = layout.question(_ASK.format(question=asked.question), _PREFIX)
-        answer = layout.codec.encode(" " + asked.answer)
+        answer = (*layout.codec.encode(f" {asked.answer}"), *layout.end)
         erasure = Erasure(*spans[texts.index(misleading)], question, answer, "qa")
         return Sample(context, (erasure,), "clean_and_misled")
 

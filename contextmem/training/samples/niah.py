@@ -28,11 +28,13 @@ class NiahSource:
         prose: background text.
         sizes: (tokens, weight) pairs; a size is drawn between 0.6 and 1 times one of them.
         longest_span: most tokens of an erased span, which is a needle alone or in a passage of its own.
+        share_lone: share of contexts with one needle, whose erasure leaves no answer; for the target "teacher".
     """
 
     prose: Prose
     sizes: tuple[tuple[int, float], ...] = ((512, 0.5), (1024, 0.3), (2048, 0.12), (4096, 0.08))
     longest_span: int = 300
+    share_lone: float = 0.0
     name: str = "niah"
 
     def sample(self, layout: Layout, rng: random.Random) -> Sample:
@@ -43,6 +45,8 @@ class NiahSource:
         first, second = (Needle(form, key, new_value(rng, digits)) for _ in range(2))
         if second.value == first.value:
             second = Needle(form, key, str(int(first.value) + 1))
+        if rng.random() < self.share_lone:
+            return self._lone(layout, rng, first, second, n_tokens)
         needles = [first, second]
         if rng.random() < _SHARE_OTHER_KEY:
             needles.append(Needle(rng.choice(TRAIN_FORMS), new_key(rng), new_value(rng, digits)))
@@ -53,6 +57,13 @@ class NiahSource:
         asked = [(first, second), (second, first)] + [(rng.choice((first, second)), n) for n in needles if n.key != key]
         with_prefix = rng.random() < _SHARE_WITH_PREFIX
         return Sample(context, tuple(_erasure(layout, *slots[gone], kept, with_prefix) for gone, kept in asked))
+
+    def _lone(self, layout: Layout, rng: random.Random, gone: Needle, never: Needle, n_tokens: int) -> Sample:
+        """Nothing is left to answer: whatever the model says about a fact it never saw, told along a value of nobody's."""
+        texts, (place,) = haystack(layout, rng, self.prose, [self._passage(layout, rng, gone)], n_tokens)
+        context, spans = layout.context(texts)
+        erasures = tuple(_erasure(layout, *spans[place], never, with_prefix) for with_prefix in (True, False))
+        return Sample(context, erasures)
 
     def _passage(self, layout: Layout, rng: random.Random, needle: Needle) -> str:
         """The needle alone, or between sentences of its own that are erased with it."""
@@ -78,8 +89,8 @@ class NiahSource:
 
 def _erasure(layout: Layout, start: int, stop: int, kept: Needle, with_prefix: bool) -> Erasure:
     question = layout.question("\n\n" + kept.question, kept.prefix if with_prefix else "")
-    answer = f" {kept.value}." if with_prefix else f"{kept.prefix} {kept.value}."
-    return Erasure(start, stop, question, layout.codec.encode(answer), "needle")
+    answer = f" {kept.value}." if with_prefix else kept.fact
+    return Erasure(start, stop, question, (*layout.codec.encode(answer), *layout.end), "needle")
 
 
 register("niah", NiahSource)
