@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +15,7 @@ from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 from contextmem import ContextMemory, KVEraser
 from contextmem.backbone import Backbone
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 @cache

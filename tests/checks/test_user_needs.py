@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import eraser_of
 from oracle import (
     assert_equals_reference,
     assert_unchanged,
@@ -56,6 +57,11 @@ TESTS = Path(__file__).parents[1]
 
 def new(name: str = "llama", **options: Any) -> ContextMemory:
     return ContextMemory(tiny_model(name), tiny_tokenizer(), **options)
+
+
+def erasing(method: str, **options: Any) -> ContextMemory:
+    """A memory that can erase, where that is the method to test."""
+    return new(eraser=eraser_of(tiny_model("llama")) if method == "kveraser" else None, **options)
 
 
 def text_of(memory: ContextMemory) -> str:
@@ -110,7 +116,7 @@ ALTERNATING = (
 
 @pytest.mark.parametrize("method", ["auto", *REMOVING])
 def test_u03_deletion_leaves_a_valid_dialogue(method: str) -> None:
-    memory = new(system="Be brief.")
+    memory = erasing(method, system="Be brief.")
     memory.append("Look at this. ")
     result = memory.append("tool says 4 ", kind="tool_result")
     memory.ask("So?", keep=True, max_new_tokens=4)
@@ -403,7 +409,7 @@ def test_u19_a_saved_memory_comes_back_in_a_new_process(tmp_path: Path) -> None:
     memory = saved(tmp_path / "m.ctx")
     script = f"""
         import sys, json; sys.path.insert(0, {str(TESTS)!r})
-        import torch; torch.set_num_threads(2)
+        import torch; torch.set_num_threads({torch.get_num_threads()})
         from tiny import tiny_model, tiny_tokenizer
         from contextmem import ContextMemory
         from contextmem.backbone import Backbone
@@ -572,7 +578,7 @@ def test_u22_threads_on_one_model_do_not_meet() -> None:
     model, tokenizer = tiny_model("gemma3"), tiny_tokenizer()
 
     def work(word: str) -> list[Any]:
-        memory = ContextMemory(model, tokenizer)
+        memory = ContextMemory(model, tokenizer, eraser=eraser_of(model))
         log: list[Any] = []
         for i in range(10):
             segment = memory.append(f"the secret is {word} {i} ")
@@ -673,7 +679,7 @@ def test_u23_a_filtered_retraction_takes_only_what_matches() -> None:
 @pytest.mark.parametrize("method", ["auto", *REMOVING])
 def test_u25_forgetting_does_not_keep_the_text(method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     canary = "zanzibar-4711"
-    memory = new()
+    memory = erasing(method)
     memory.append("before ")
     segment = memory.append(f"the secret is {canary} ", key="k", metadata={"note": canary}, source="web")
     memory.append("after")
