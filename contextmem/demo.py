@@ -15,7 +15,7 @@ __all__ = ["Demonstration", "MethodResult", "run_demo"]
 
 QUESTION = "How many dollars does the printed manual cost?"
 FACT = "Note from the editors: the printed manual costs {} dollars."
-TRUE, FALSE = "35", "90"
+TRUE, FALSE = "120", "950"
 METHODS = (
     "recompute",
     "kveraser",
