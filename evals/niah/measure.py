@@ -14,22 +14,13 @@ import torch
 from contextmem import ContextMemory, DependentsWarning
 from contextmem.cache import SpanCache
 from contextmem.evals.forks import unshared_fork
+from contextmem.evals.latency.measure import METHODS as EDITS
 from contextmem.evals.niah.samples import NEEDLES, Haystack, filled
 from contextmem.evals.rows import RowLog
 
 __all__ = ["METHODS", "PROBES", "measure_derived", "measure_sample"]
 
-METHODS = (
-    "none",
-    "recompute",
-    "kveraser",
-    "delete_and_shift",
-    "suffix_repair",
-    "suffix_repair_query",
-    "refill",
-    "mask",
-    "instruct",
-)
+METHODS = ("none", *EDITS)
 PROBES = ("none", "recompute", "kveraser", "refill", "recompute+cascade", "kveraser+cascade")
 _LONGEST_ANSWER = 24
 
