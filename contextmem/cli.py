@@ -212,6 +212,7 @@ def train_eraser(
     qa: Annotated[
         list[str] | None, typer.Option(help="JSONL files, or Hugging Face datasets, for distractor QA.")
     ] = None,
+    start: Annotated[str | None, typer.Option(help="Folder or hub id of an eraser to train on.")] = None,
     adapter: Annotated[str | None, typer.Option(help="lora or full.")] = None,
     target: Annotated[str | None, typer.Option(help="teacher or answer: what the loss compares with.")] = None,
     conditioning: Annotated[str | None, typer.Option(help="prefix, none, query or suffix.")] = None,
@@ -230,6 +231,7 @@ def train_eraser(
         flags = {
             "text": text,
             "qa": qa,
+            "start": start,
             "adapter": adapter,
             "conditioning": conditioning,
             "target": target,

@@ -13,7 +13,7 @@ from conftest import moved
 from safetensors.torch import load_file
 from tiny import build, tiny_config, tiny_model, tiny_tokenizer
 
-from contextmem import ContextMemory, InvalidInput, KVErase, KVEraser
+from contextmem import ContextMemory, IdentityMismatch, InvalidInput, KVErase, KVEraser
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
 from contextmem.eraser import CONDITIONINGS
@@ -103,14 +103,22 @@ class TestSamples:
         other["documents"] = [{"title": "Inns", "text": "The inn is in Brno.", "supporting": True}]
         (tmp_path / "qa.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(other))
         source = DistractorQaSource(questions_of(tmp_path / "qa.jsonl"))
-        for seed in range(6):
+        spans, own_words = [], set()
+        for seed in range(40):
             sample = source.sample(layout, random.Random(seed))
-            (erasure,) = sample.erasures
-            span = text_of(layout, sample.context[erasure.start : erasure.stop])
-            assert erasure.answer[-1] == layout.end[0]
-            answer = text_of(layout, erasure.answer[:-1]).strip()
-            wrong = {"Prague": "Brno", "Brno": "Prague"}[answer]
-            assert wrong in span and answer not in span and sample.check == "clean_and_misled"
+            assert sample.check == "clean_and_misled"
+            for erasure in sample.erasures:
+                span = text_of(layout, sample.context[erasure.start : erasure.stop])
+                assert erasure.answer[-1] == layout.end[0]
+                answer = text_of(layout, erasure.answer[:-1]).strip()
+                wrong = {"Prague": "Brno", "Brno": "Prague"}[answer]
+                assert wrong in span and answer not in span
+                rest = text_of(layout, sample.context[: erasure.start] + sample.context[erasure.stop :])
+                assert answer in rest
+                own_words.add(erasure.own_words)
+            spans.append(span)
+        kinds = ["Where is" in span for span in spans], ["stands in" in span or "inn is in" in span for span in spans]
+        assert own_words == {True, False} and all(any(kind) and not all(kind) for kind in kinds)
         with pytest.raises(InvalidInput, match="no file"):
             questions_of(tmp_path / "nowhere.jsonl")
 
@@ -151,14 +159,24 @@ def test_the_loss_is_that_of_the_librarys_own_edit(conditioning: str, adapter: s
     assert loss == pytest.approx(-memory.score("Three", question="Which?") / len(answer), rel=1e-4)
 
 
-def test_the_teacher_is_the_context_without_the_span(model: Any) -> None:
-    """The loss is the divergence of a memory that erased from one that recomputed, and zero for a span without effect."""
+@pytest.mark.parametrize("own_words", [False, True])
+def test_the_teacher_is_the_context_without_the_span(model: Any, own_words: bool) -> None:
+    """The loss is the divergence of a memory that erased from one that recomputed, over the answer given or its own."""
     eraser = moved(KVEraser.untrained(model), model)
     memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
     segments = [memory.append(t) for t in ("One two three. ", "Four five six. ", "Seven eight nine, and ten at last.")]
     question, answer = memory._codec.encode("Which?"), memory._codec.encode("Three")
-    erasure = Erasure(segments[1].start, segments[1].stop, question, answer, "test")
+    erasure = Erasure(segments[1].start, segments[1].stop, question, answer, "test", own_words)
     backbone = Backbone.of(model)
+    if own_words:
+        without = memory.fork()
+        without.retract(segments[1], method="recompute")
+        cache = without.past_key_values
+        logits = backbone.forward(question, cache)
+        answer = []
+        while len(answer) < 24 and erasure.answer[-1] not in answer:
+            answer.append(int(logits.argmax()))
+            logits = backbone.forward(answer[-1:], cache)
     loss = EraserObjective(backbone, eraser.adapter_for(backbone))(Sample(memory.token_ids, (erasure,)))["loss"]
     told = []
     for method in ("recompute", "kveraser"):
@@ -269,6 +287,20 @@ class TestTrainer:
         assert trained.config.training["contexts"] == {"stage-1": 4, "stage-2": 8}
         again = KVEraser.from_pretrained(tmp_path / "killed/eraser")
         assert again.config == trained.config
+
+    def test_an_eraser_is_trained_on_and_tells_both_runs(self, tmp_path: Path) -> None:
+        plan = TrainingPlan(**self.PLAN)
+        first = train_eraser(self.model(), tiny_tokenizer_kept(), plan, tmp_path / "first")
+        more = TrainingPlan(
+            start=str(tmp_path / "first/eraser"), stage1_steps=0, stage2_steps=1, stage2_lr=1e-6, seed=8, save_steps=1
+        )
+        second = train_eraser(self.model(), tiny_tokenizer_kept(), more, tmp_path / "second")
+        assert second.config.training["start"] == first.config.training
+        assert second.config.training["seed"] == 8 and str(tmp_path) not in json.dumps(second.config.training)
+        one, other = (load_file(tmp_path / f"{run}/eraser/adapter_model.safetensors") for run in ("first", "second"))
+        assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
+        with pytest.raises(IdentityMismatch):
+            train_eraser(build(tiny_config("llama"), seed=9), tiny_tokenizer_kept(), more, tmp_path / "third")
 
     def test_a_full_copy_trains_and_saves(self, tmp_path: Path) -> None:
         plan = TrainingPlan(**self.PLAN | {"adapter": "full", "stage1_steps": 0, "stage2_steps": 1})

@@ -18,6 +18,7 @@ from contextmem.codec import Codec
 from contextmem.eraser import KVEraser
 from contextmem.errors import InvalidInput
 from contextmem.framing import framing_of
+from contextmem.identity import backbone_identity
 from contextmem.training.layout import Layout
 from contextmem.training.objective import EraserObjective
 from contextmem.training.prose import TRAIN, prose_of
@@ -44,6 +45,7 @@ class TrainingPlan:
     Attributes:
         text: files or folders of background text; none: half of the topics of Python's language reference.
         qa: JSONL files for distractor QA; none leaves it out.
+        start: folder or hub id of an eraser to train on, in place of a fresh one with the four next settings.
         adapter, conditioning, rank, alpha, targets: see `KVEraser.untrained`.
         stage1_steps, stage2_steps: optimizer steps of span-neighbour pre-training, and of needles and distractors.
         contexts_per_step: contexts whose gradients are added up in one step.
@@ -59,6 +61,7 @@ class TrainingPlan:
 
     text: tuple[str, ...] = ()
     qa: tuple[str, ...] = ()
+    start: str = ""
     adapter: str = "lora"
     conditioning: str = "prefix"
     rank: int = 16
@@ -127,22 +130,14 @@ def train_eraser(
     process = PartialState()
     backbone, codec = Backbone.of(model), Codec.of(tokenizer)
     layout = Layout(codec, framing_of(codec))
-    eraser = KVEraser.untrained(
-        model,
-        adapter=plan.adapter,
-        conditioning=plan.conditioning,
-        rank=plan.rank,
-        alpha=plan.alpha,
-        targets=plan.targets or None,
-        max_span_tokens=plan.max_span_tokens,
-        seed=plan.seed,
-    )
+    eraser = _eraser(model, plan)
+    before = eraser.config.training
     model.to(process.device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     adapter = eraser.adapter_for(backbone)
     adapter.module.float().requires_grad_(True)
     with process.main_process_first():
         _claim(folder, plan, eraser.config.identity)
-    objective = EraserObjective(backbone, adapter, plan.conditioning, plan.target)
+    objective = EraserObjective(backbone, adapter, eraser.config.conditioning, plan.target)
     logs: dict[str, list[dict[str, Any]]] = {}
     for stage in plan.stages():
         if stage.steps:
@@ -152,13 +147,33 @@ def train_eraser(
                 objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps
             )
             if process.is_main_process:
-                _described(eraser, plan, logs).save_pretrained(folder / stage.name / "eraser")
+                _described(eraser, plan, logs, before).save_pretrained(folder / stage.name / "eraser")
     adapter.module.eval().requires_grad_(False)
-    trained = _described(eraser, plan, logs)
+    trained = _described(eraser, plan, logs, before)
     if process.is_main_process:
         trained.save_pretrained(folder / "eraser")
         _plot(logs, folder / "loss.png", _YLABELS[plan.target])
     return trained
+
+
+def _eraser(model: Any, plan: TrainingPlan) -> KVEraser:
+    """A fresh eraser, or the one to go on from; bound to the model as it is before it is cast."""
+    if plan.start:
+        eraser = KVEraser.from_pretrained(plan.start)
+        eraser.adapter_for(Backbone.of(model))
+        identity = backbone_identity(Backbone.of(model))
+        eraser.config = replace(eraser.config, identity=identity, max_span_tokens=plan.max_span_tokens)
+        return eraser
+    return KVEraser.untrained(
+        model,
+        adapter=plan.adapter,
+        conditioning=plan.conditioning,
+        rank=plan.rank,
+        alpha=plan.alpha,
+        targets=plan.targets or None,
+        max_span_tokens=plan.max_span_tokens,
+        seed=plan.seed,
+    )
 
 
 def _sources(plan: TrainingPlan) -> dict[str, Source]:
@@ -172,9 +187,10 @@ def _sources(plan: TrainingPlan) -> dict[str, Source]:
     return sources
 
 
-def _described(eraser: KVEraser, plan: TrainingPlan, logs: Mapping[str, Any]) -> KVEraser:
-    """The eraser with a record of its training."""
+def _described(eraser: KVEraser, plan: TrainingPlan, logs: Mapping[str, Any], before: Mapping[str, Any]) -> KVEraser:
+    """The eraser with a record of its training, and of the one before if it was trained on."""
     settings = asdict(plan)
+    settings["start"] = dict(before) if plan.start else None
     settings["text"], settings["qa"] = ([Path(p).name for p in paths] for paths in (plan.text, plan.qa))
     settings["contexts"] = {
         stage.name: stage.steps * stage.contexts_per_step for stage in plan.stages() if stage.name in logs

@@ -24,6 +24,8 @@ from contextmem.training.samples.base import Erasure, Sample
 
 __all__ = ["EraserObjective"]
 
+_LONGEST_OWN_ANSWER = 24
+
 
 class EraserObjective(nn.Module):
     """One module whose forward takes a sample and returns its loss, so that data-parallel wrappers work.
@@ -51,13 +53,14 @@ class EraserObjective(nn.Module):
             erasures = self._checked(sample, context)
         self.seen += len(sample.erasures)
         self.kept += len(erasures)
-        losses = [self._loss(sample, context, erasure) for erasure in erasures]
+        teacher = _Teacher(backbone, sample, context) if self.target == "teacher" else None
+        losses = [self._loss(sample, context, erasure, teacher) for erasure in erasures]
         if not losses:
             return {"loss": sum((p.sum() * 0.0 for p in self.eraser.parameters()), torch.zeros(()))}
         self.total += sum(float(loss.detach()) for loss in losses)
         return {"loss": torch.stack(losses).mean()}
 
-    def _loss(self, sample: Sample, context: SpanCache, erasure: Erasure) -> Tensor:
+    def _loss(self, sample: Sample, context: SpanCache, erasure: Erasure, teacher: _Teacher | None) -> Tensor:
         backbone, adapter = self._held
         start, stop, n = erasure.start, erasure.stop, context.n_slots
         with torch.no_grad():
@@ -65,11 +68,10 @@ class EraserObjective(nn.Module):
         with adapter.attached(backbone.core) as core:
             steered = steering(core, backbone, seen, sample.context[start:stop], start)
         edited = joined([_slots(context, 0, start), steered, _slots(context, stop, n)])
-        logits = answer_logits(backbone, edited, n, erasure.question, erasure.answer)
-        if self.target == "answer":
-            return F.cross_entropy(logits, torch.tensor(erasure.answer, device=logits.device))
-        with torch.no_grad():
-            taught = teacher_logits(backbone, sample, context, erasure)
+        answer, taught = teacher.answer(erasure) if teacher is not None else (erasure.answer, None)
+        logits = answer_logits(backbone, edited, n, erasure.question, answer)
+        if taught is None:
+            return F.cross_entropy(logits, torch.tensor(answer, device=logits.device))
         return F.kl_div(logits.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="batchmean")
 
     def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:
@@ -87,22 +89,51 @@ class EraserObjective(nn.Module):
         return kept
 
 
-def teacher_logits(backbone: Backbone, sample: Sample, context: SpanCache, erasure: Erasure) -> Tensor:
-    """Logits, (len(answer), vocab), for the answer in the context without the span."""
-    without = _prefilled(backbone, sample.context[erasure.stop :], context.view(erasure.start))
-    ids = [*erasure.question, *erasure.answer[:-1]]
-    logits = backbone.forward(ids, without, all_logits=True)[-len(erasure.answer) :]
-    without.release()
-    return logits
+class _Teacher:
+    """The model in the contexts without a span; each is prefilled once for all that is asked about it."""
+
+    def __init__(self, backbone: Backbone, sample: Sample, context: SpanCache) -> None:
+        self._backbone, self._sample, self._context = backbone, sample, context
+        self._without: dict[tuple[int, int], SpanCache] = {}
+
+    @torch.no_grad()
+    def answer(self, erasure: Erasure) -> tuple[Sequence[int], Tensor]:
+        """The answer to train on, the erasure's or the teacher's own, and the logits, (len(answer), vocab), for it."""
+        asked = self._cache(erasure.start, erasure.stop).view()
+        try:
+            if not erasure.own_words:
+                return erasure.answer, _logits(self._backbone, asked, erasure)
+            return self._in_own_words(asked, erasure)
+        finally:
+            asked.release()
+
+    def _in_own_words(self, asked: SpanCache, erasure: Erasure) -> tuple[Sequence[int], Tensor]:
+        logits, ids = [self._backbone.prefill(erasure.question, asked)], []
+        while True:
+            ids.append(int(logits[-1].argmax()))
+            if ids[-1] == erasure.answer[-1] or len(ids) == _LONGEST_OWN_ANSWER:
+                return ids, torch.stack(logits)
+            logits.append(self._backbone.forward(ids[-1:], asked))
+
+    def _cache(self, start: int, stop: int) -> SpanCache:
+        if (start, stop) not in self._without:
+            after = self._sample.context[stop:]
+            self._without[start, stop] = _prefilled(self._backbone, after, self._context.view(start))
+        return self._without[start, stop]
 
 
 def says(backbone: Backbone, context: SpanCache, erasure: Erasure) -> bool:
     """Whether greedy decoding over `context` gives exactly the erasure's answer."""
     asked = context.view()
-    ids = [*erasure.question, *erasure.answer[:-1]]
-    logits = backbone.forward(ids, asked, all_logits=True)[-len(erasure.answer) :]
+    logits = _logits(backbone, asked, erasure)
     asked.release()
     return logits.argmax(-1).tolist() == list(erasure.answer)
+
+
+def _logits(backbone: Backbone, asked: SpanCache, erasure: Erasure) -> Tensor:
+    """Logits, (len(answer), vocab), for the erasure's answer; `asked` is extended by it."""
+    ids = [*erasure.question, *erasure.answer[:-1]]
+    return backbone.forward(ids, asked, all_logits=True)[-len(erasure.answer) :]
 
 
 def _prefilled(backbone: Backbone, ids: Sequence[int], cache: SpanCache | None = None) -> SpanCache:

@@ -379,7 +379,7 @@ def test_u15_greedy_flips_only_at_near_ties(smol: ContextMemory) -> None:
     base = "The town of Ashby lies on the river Mere. Its bridge was built in 1871 by a Mr Cole. "
     gone = smol.append("Some people say otherwise, but they are wrong about it. ")
     smol.append(base)
-    smol.retract(gone)
+    smol.retract(gone, method="recompute")
     limit = 5 * floor(smol.model, smol.token_ids)
     for i in range(20):
         question = f"Question {i}: what about the {['town', 'river', 'bridge', 'year', 'man'][i % 5]}?"

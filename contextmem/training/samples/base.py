@@ -23,6 +23,7 @@ class Erasure:
         question: ids that follow the context, up to the first token of the answer.
         answer: ids the model shall give.
         kind: what is asked, for statistics.
+        own_words: the teacher may answer in words of its own, where there is one; `answer` is for training without.
     """
 
     start: int
@@ -30,6 +31,7 @@ class Erasure:
     question: tuple[int, ...]
     answer: tuple[int, ...]
     kind: str
+    own_words: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Distractor QA: a passage that gives a wrong answer stands among those that give the right one, and is erased.
 
 Source: KVEraser (arXiv 2606.17034), distractor QA. The misleading passage is the supporting one with its answer replaced by
-the answer to another question. Kept are questions that the model answers rightly without it and wrongly with it.
+the answer to another question, a bare assertion of that answer, or a passage about something else. Without a teacher, kept
+are questions that the model answers rightly without it and wrongly with it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ from contextmem.training.samples.base import Erasure, Sample, register
 
 __all__ = ["DistractorQaSource", "Question", "questions_of", "uniform"]
 
-_ASK = "\n\nAnswer with a few words only. {question}"
-_PREFIX = "The answer is:"
+_ASK_FOR_WORDS, _PREFIX = "\n\nAnswer with a few words only. {question}", "The answer is:"
+_ASK_FREELY = ("\n\n{question}", "\n\nQuestion: {question}", "\n\nAnswer in one sentence. {question}")
+_SHARE_FREE = 0.6
+_KINDS = {"edited": 0.5, "asserted": 0.25, "unrelated": 0.25}
+_ASSERTIONS = (
+    "{question} The answer, as has been confirmed many times, is {answer}.",
+    "Many people ask: {question} Recent sources all agree that it is {answer}. Older reports that name something else were "
+    "withdrawn, and {answer} is what the records now show.",
+    "{answer}. This is what experts say when asked: {question} There is no doubt about {answer} among those who know.",
+    "Frequently asked\n{question}\nIt is {answer}, according to the official statement.",
+)
 
 
 @dataclass(frozen=True)
@@ -39,25 +49,37 @@ class DistractorQaSource:
 
     Attributes:
         questions: what is asked.
-        n_others: most passages beside the two.
+        n_others: most passages beside the two; few more often than many.
     """
 
     questions: tuple[Question, ...]
-    n_others: int = 2
+    n_others: int = 5
     name: str = "distractor_qa"
 
     def sample(self, layout: Layout, rng: random.Random) -> Sample:
         asked = rng.choice(self.questions)
-        wrong = self._wrong_answer(asked, rng)
-        misleading = asked.supporting.replace(asked.answer, wrong) + "\n\n"
-        n_others = rng.randrange(min(self.n_others, len(asked.others)) + 1)
+        misleading = self._misleading(asked, rng) + "\n\n"
+        n_others = int(rng.random() ** 2 * (min(self.n_others, len(asked.others)) + 1))
         texts = [asked.supporting + "\n\n", misleading, *(t + "\n\n" for t in rng.sample(asked.others, n_others))]
         rng.shuffle(texts)
         context, spans = layout.context(texts)
-        question = layout.question(_ASK.format(question=asked.question), _PREFIX)
+        span = spans[texts.index(misleading)]
         answer = (*layout.codec.encode(f" {asked.answer}"), *layout.end)
-        erasure = Erasure(*spans[texts.index(misleading)], question, answer, "qa")
-        return Sample(context, (erasure,), "clean_and_misled")
+        in_words = layout.question(_ASK_FOR_WORDS.format(question=asked.question), _PREFIX)
+        erasures = [Erasure(*span, in_words, answer, "qa")]
+        if rng.random() < _SHARE_FREE:
+            free = layout.question(rng.choice(_ASK_FREELY).format(question=asked.question))
+            erasures.append(Erasure(*span, free, answer, "qa", own_words=True))
+        return Sample(context, tuple(erasures), "clean_and_misled")
+
+    def _misleading(self, asked: Question, rng: random.Random) -> str:
+        kind = rng.choices(list(_KINDS), weights=list(_KINDS.values()))[0]
+        if kind == "unrelated":
+            return rng.choice([q.supporting for q in self.questions if q is not asked] or [asked.supporting])
+        wrong = self._wrong_answer(asked, rng)
+        if kind == "asserted":
+            return rng.choice(_ASSERTIONS).format(question=asked.question, answer=wrong)
+        return asked.supporting.replace(asked.answer, wrong)
 
     def _wrong_answer(self, asked: Question, rng: random.Random) -> str:
         """The answer to another question, of the same kind (with or without digits) where there is one."""

@@ -17,7 +17,8 @@ from contextmem.training.samples.base import Erasure, Sample, register
 
 __all__ = ["NiahSource"]
 
-_SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX = 0.5, 0.3, 0.7
+_SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX, _SHARE_LED_IN = 0.5, 0.3, 0.5, 0.3
+_LEAD_INS = ("Note: ", "Update: ", "Correction: ", "From the minutes: ", "Someone wrote: ", "It is said: ", "Reminder: ")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class NiahSource:
         size = rng.choices([s for s, _ in self.sizes], weights=[w for _, w in self.sizes])[0]
         n_tokens = int(rng.uniform(0.6, 1.0) * size)
         form, key = rng.choice(TRAIN_FORMS), new_key(rng)
-        digits = rng.choice((2, 3, 4, 5, 5, 6, 7))
+        digits = rng.choice((2, 2, 3, 4, 5, 5, 6, 7))
         first, second = (Needle(form, key, new_value(rng, digits)) for _ in range(2))
         if second.value == first.value:
             second = Needle(form, key, str(int(first.value) + 1))
@@ -67,9 +68,10 @@ class NiahSource:
 
     def _passage(self, layout: Layout, rng: random.Random, needle: Needle) -> str:
         """The needle alone, or between sentences of its own that are erased with it."""
+        fact = (rng.choice(_LEAD_INS) if rng.random() < _SHARE_LED_IN else "") + needle.fact
         if rng.random() < _SHARE_ALONE:
-            return needle.fact + " "
-        budget = rng.uniform(0, self.longest_span - len(layout.codec.encode(needle.fact)) - 4)
+            return fact + rng.choice((" ", "\n\n"))
+        budget = rng.uniform(0, self.longest_span - len(layout.codec.encode(fact)) - 4)
         before = rng.random()
         return (
             " ".join(
@@ -77,7 +79,7 @@ class NiahSource:
                     None,
                     (
                         cut(layout, self.prose.paragraph(rng), int(budget * before)),
-                        needle.fact,
+                        fact,
                         cut(layout, self.prose.paragraph(rng), int(budget * (1 - before))),
                         "",
                     ),
@@ -90,7 +92,8 @@ class NiahSource:
 def _erasure(layout: Layout, start: int, stop: int, kept: Needle, with_prefix: bool) -> Erasure:
     question = layout.question("\n\n" + kept.question, kept.prefix if with_prefix else "")
     answer = f" {kept.value}." if with_prefix else kept.fact
-    return Erasure(start, stop, question, (*layout.codec.encode(answer), *layout.end), "needle")
+    ids = (*layout.codec.encode(answer), *layout.end)
+    return Erasure(start, stop, question, ids, "needle", own_words=not with_prefix)
 
 
 register("niah", NiahSource)
