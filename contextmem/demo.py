@@ -10,22 +10,13 @@ from contextmem.errors import UnsupportedEdit
 from contextmem.ledger import Segment
 from contextmem.memory import ContextMemory
 from contextmem.reports import Report
+from contextmem.retraction import COMPARED
 
 __all__ = ["Demonstration", "MethodResult", "run_demo"]
 
 QUESTION = "How many dollars does the printed manual cost?"
 FACT = "Note from the editors: the printed manual costs {} dollars."
 TRUE, FALSE = "120", "950"
-METHODS = (
-    "recompute",
-    "kveraser",
-    "delete_and_shift",
-    "suffix_repair",
-    "suffix_repair_query",
-    "refill",
-    "mask",
-    "instruct",
-)
 
 _TOPICS = ("with", "try", "class", "import", "lambda", "for", "while", "yield", "assert", "global")
 _N_PASSAGES, _FALSE_AT, _TRUE_AT = 20, 5, 14
@@ -112,7 +103,7 @@ def run_demo(memory: ContextMemory) -> Demonstration:
     prefill_seconds = time.perf_counter() - started
     segments_before, n_tokens = memory.segments(), memory.seq_length
     before = _answer(memory)
-    tried = {name: _tried(memory.fork(), false_id, name) for name in METHODS}
+    tried = {name: _tried(memory.fork(), false_id, name) for name in COMPARED}
     methods = {name: result for name, result in tried.items() if result is not None}
     report = memory.retract(false_id, reason="the price is wrong")
     return Demonstration(

@@ -13,19 +13,35 @@ __all__ = ["RowLog"]
 
 
 class RowLog:
-    """An append-only JSONL file of flat rows `{id, method, score, seconds, ...}`; no text is ever written to it.
+    """A JSONL file of flat rows `{id, method, score, seconds, ...}`, only ever added to; no text is written to it.
+
+    Args:
+        settings: what every row depends on.
+        variants: what the rows of one method depend on beside that, such as the weights it runs with. Rows of that method
+            that were measured with another variant are dropped here, so that they are measured again and the rest is kept.
 
     Raises:
         InvalidInput: the rows that are there were measured with other `settings`, which would mix two things in one table.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any] | None = None, variants: Mapping[str, str | None] | None = None
+    ) -> None:
+        self.path, self._variants = path, dict(variants or {})
         path.parent.mkdir(parents=True, exist_ok=True)
         if settings is not None:
             _bind(path.with_name("settings.json"), dict(settings))
         lines = path.read_text().splitlines() if path.exists() else []
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+        rows = [json.loads(line) for line in lines if line.strip()]
+        self.rows: list[dict[str, Any]] = [row for row in rows if self._is_current(row)]
+        self.n_dropped = len(rows) - len(self.rows)
+        if self.n_dropped:
+            rest = path.with_suffix(".part")
+            rest.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            rest.replace(path)
+
+    def _is_current(self, row: Mapping[str, Any]) -> bool:
+        return row["method"] not in self._variants or row.get("variant") == self._variants[row["method"]]
 
     def has(self, sample: str, method: str) -> bool:
         """Whether that sample was measured with that method already."""
@@ -34,6 +50,8 @@ class RowLog:
     def add(self, sample: str, method: str, **metrics: Any) -> None:
         """Write one row at once, so that a killed run loses at most the sample it was in."""
         row = {"id": sample, "method": method, **metrics}
+        if method in self._variants:
+            row["variant"] = self._variants[method]
         self.rows.append(row)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from tiny import build, tiny_config, tiny_tokenizer
 
-from contextmem import ContextMemory, KVEraser
+from contextmem import ContextMemory, InvalidInput, KVEraser
 from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.niah.measure import METHODS, PROBES
 from contextmem.evals.niah.run import run as run_niah
 from contextmem.evals.niah.samples import derived_haystack, filled, haystack_of
+from contextmem.evals.rows import RowLog
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
 from contextmem.retraction import METHODS as RETRACTIONS
 from contextmem.training.layout import Layout
@@ -36,6 +37,23 @@ def test_intervals() -> None:
     mean, low, high = mean_interval([1, 0] * 50)
     assert mean == 0.5 and 0.38 < low < 0.43 and 0.57 < high < 0.62
     assert mean_interval([1, 0] * 50) == (mean, low, high)
+
+
+class TestRows:
+    def test_other_settings_are_refused(self, tmp_path: Path) -> None:
+        RowLog(tmp_path / "rows.jsonl", {"seed": 0}).add("a", "recompute", score=1)
+        with pytest.raises(InvalidInput, match="seed: 0 there, 1 here"):
+            RowLog(tmp_path / "rows.jsonl", {"seed": 1})
+
+    def test_only_rows_of_another_variant_are_measured_again(self, tmp_path: Path) -> None:
+        log = RowLog(tmp_path / "rows.jsonl", {}, {"kveraser": "old"})
+        log.add("a", "recompute", score=1)
+        log.add("a", "kveraser", score=0)
+        assert RowLog(tmp_path / "rows.jsonl", {}, {"kveraser": "old"}).rows == log.rows
+        later = RowLog(tmp_path / "rows.jsonl", {}, {"kveraser": "new"})
+        assert later.n_dropped == 1 and later.has("a", "recompute") and not later.has("a", "kveraser")
+        later.add("a", "kveraser", score=1)
+        assert RowLog(tmp_path / "rows.jsonl", {}, {"kveraser": "new"}).rows == later.rows
 
 
 def test_every_removing_method_is_evaluated() -> None:

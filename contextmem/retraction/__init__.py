@@ -7,6 +7,7 @@ from contextmem.retraction.kveraser import KVErase
 from contextmem.retraction.suffix_repair import SuffixRepair
 
 __all__ = [
+    "COMPARED",
     "METHODS",
     "Edit",
     "KVErase",
@@ -25,3 +26,15 @@ __all__ = [
     "register",
     "suffix_repair",
 ]
+
+# What demo and evaluations set side by side: every way to retract a span in the middle, the exact one first.
+COMPARED = (
+    "recompute",
+    "kveraser",
+    "delete_and_shift",
+    "suffix_repair",
+    "suffix_repair_query",
+    "refill",
+    "mask",
+    "instruct",
+)

@@ -14,19 +14,10 @@ from transformers import DynamicCache, LogitsProcessor
 from contextmem import ContextMemory, UnsupportedEdit
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.rows import RowLog
+from contextmem.retraction import COMPARED
 
-__all__ = ["METHODS", "measure_ask", "measure_decode", "measure_prefill", "measure_retract", "text_of_length"]
+__all__ = ["measure_ask", "measure_decode", "measure_prefill", "measure_retract", "text_of_length"]
 
-METHODS = (
-    "recompute",
-    "kveraser",
-    "delete_and_shift",
-    "suffix_repair",
-    "suffix_repair_query",
-    "refill",
-    "mask",
-    "instruct",
-)
 PREFIX, SPAN = 256, 100
 
 Say = Callable[[str], None]
@@ -105,14 +96,14 @@ def measure_decode(
 def measure_retract(model: Any, tokenizer: Any, suffixes: Sequence[int], repeats: int, log: RowLog, say: Say) -> None:
     """Seconds of `retract` by each method: prefix 256, span 100, and a suffix of growing length."""
     for suffix in suffixes:
-        if all(log.has(f"retract-{suffix}-{r}", m) for r in range(repeats) for m in METHODS):
+        if all(log.has(f"retract-{suffix}-{r}", m) for r in range(repeats) for m in COMPARED):
             continue
         memory = ContextMemory(model, tokenizer)
         memory.append(text_of_length(memory, PREFIX))
         span = memory.append(text_of_length(memory, SPAN, skip=50_000))
         memory.append(text_of_length(memory, suffix, skip=100_000))
         for repeat in range(repeats):
-            for method in METHODS:
+            for method in COMPARED:
                 sample = f"retract-{suffix}-{repeat}"
                 if not log.has(sample, method) and _is_possible(memory, span, method):
                     report = unshared_fork(memory).retract(span, method=method)

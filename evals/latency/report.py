@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from contextmem.evals.environment import environment
-from contextmem.evals.latency.measure import METHODS, PREFIX
+from contextmem.evals.latency.measure import PREFIX
 from contextmem.evals.rows import RowLog
+from contextmem.retraction import COMPARED
 
 __all__ = ["summary", "write_report"]
 
@@ -32,7 +33,7 @@ def summary(log: RowLog) -> dict[str, Any]:
             ratio = median(other) / median(mine)
             result[kind][tokens] = {ours: median(mine), theirs: median(other), "ratio": ratio, "n": len(mine)}
     for tokens in _sizes(log, "retract"):
-        times = {method: _seconds(log, "retract", method, tokens) for method in METHODS}
+        times = {method: _seconds(log, "retract", method, tokens) for method in COMPARED}
         result["retract"][tokens] = {m: {"seconds": median(t), "n": len(t)} for m, t in times.items() if t}
     result["ask"] = list(log.of(kind="ask"))
     result["fork"] = list(log.of(kind="fork"))
@@ -75,11 +76,11 @@ def _table(figures: dict[str, Any], used: dict[str, str], command: str, seed: in
         "",
         "Seconds of `retract` by method; prefix 256 tokens, span 100 tokens, n repetitions each:",
         "",
-        "| suffix tokens | " + " | ".join(METHODS) + " | n |",
-        "|---|" + "---|" * (len(METHODS) + 1),
+        "| suffix tokens | " + " | ".join(COMPARED) + " | n |",
+        "|---|" + "---|" * (len(COMPARED) + 1),
     ]
     for tokens, row in figures["retract"].items():
-        cells = " | ".join(f"{row[method]['seconds']:.3f}" if method in row else "" for method in METHODS)
+        cells = " | ".join(f"{row[method]['seconds']:.3f}" if method in row else "" for method in COMPARED)
         lines.append(f"| {tokens:,} | {cells} | {row['recompute']['n']} |")
     lines += ["", "`crop` (the span is the tail) cuts without computing or copying anything."]
     for row in figures["ask"]:
@@ -103,7 +104,7 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     sizes = list(figures["retract"])
-    for method in METHODS:
+    for method in COMPARED:
         known = [s for s in sizes if method in figures["retract"][s]]
         left.plot(known, [figures["retract"][s][method]["seconds"] for s in known], marker="o", label=method)
     left.set(xscale="log", yscale="log", xlabel="tokens after the retracted span", ylabel="seconds", title="retract")

@@ -70,9 +70,7 @@ def _once(memory: ContextMemory, sample: Haystack, span: Any, method: str) -> di
     else:
         edited.retract(span.id, method=method.partition(",")[0])
     edit_s = time.perf_counter() - started
-    codec, backbone = edited._codec, edited.backbone
-    prompt = (*codec.encode(sample.question), *edited._framing.answer_open, *codec.encode(sample.prefix))
-    cache = edited.past_key_values
+    backbone, prompt, cache = edited.backbone, sample.prompt(edited), edited.past_key_values
     started = time.perf_counter()
     logits = backbone.prefill(prompt, cache)
     query_s = time.perf_counter() - started

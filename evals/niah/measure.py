@@ -14,13 +14,13 @@ import torch
 from contextmem import ContextMemory, DependentsWarning
 from contextmem.cache import SpanCache
 from contextmem.evals.forks import unshared_fork
-from contextmem.evals.latency.measure import METHODS as EDITS
 from contextmem.evals.niah.samples import NEEDLES, Haystack, filled
 from contextmem.evals.rows import RowLog
+from contextmem.retraction import COMPARED
 
 __all__ = ["METHODS", "PROBES", "measure_derived", "measure_sample"]
 
-METHODS = ("none", *EDITS)
+METHODS = ("none", *COMPARED)
 PROBES = ("none", "recompute", "kveraser", "refill", "recompute+cascade", "kveraser+cascade")
 _LONGEST_ANSWER = 24
 
@@ -113,8 +113,7 @@ def measure_derived(new_memory: Callable[[], ContextMemory], sample: Haystack, l
 def _ask(memory: ContextMemory, sample: Haystack) -> _Asked:
     """Greedy decoding to the end of the turn; timed until the first integer has ended."""
     codec, backbone = memory._codec, memory.backbone
-    prompt = (*codec.encode(sample.question), *memory._framing.answer_open, *codec.encode(sample.prefix))
-    cache = memory.past_key_values
+    prompt, cache = sample.prompt(memory), memory.past_key_values
     started = time.perf_counter()
     logits = backbone.prefill(prompt, cache)
     query_s = time.perf_counter() - started

@@ -67,11 +67,13 @@ def run(
     settings = {
         "model": backbone_identity(empty.backbone)["weights_bfloat16"],
         "dtype": str(model.dtype).removeprefix("torch."),
-        "eraser": named.fingerprint if named is not None else None,
         "text": [Path(path).name for path in text],
         "seed": seed,
     }
-    log = RowLog(folder / "rows.jsonl", settings)
+    learned = dict.fromkeys(("kveraser", "kveraser+cascade"), named.fingerprint if named is not None else None)
+    log = RowLog(folder / "rows.jsonl", settings, learned)
+    if log.n_dropped:
+        say(f"{log.n_dropped} rows of another eraser were dropped and are measured again")
     if named is None:
         methods = [method for method in methods if method != "kveraser"]
     for size, n in (SAMPLES if samples is None else samples).items():

@@ -48,6 +48,10 @@ class Haystack:
         """The answer's given beginning; part of the question."""
         return self.needles[0].prefix
 
+    def prompt(self, memory: ContextMemory) -> tuple[int, ...]:
+        """Ids from the question to the answer's given beginning."""
+        return Layout(memory._codec, memory._framing).question(self.question, self.prefix)
+
 
 def haystack_of(layout: Layout, prose: Prose, size: int, number: int, seed: int, digits: int = 5) -> Haystack:
     """Sample `number` of that size; the two wordings alternate."""

@@ -18,7 +18,15 @@ from contextmem.training.samples.base import Erasure, Sample, register
 __all__ = ["NiahSource"]
 
 _SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX, _SHARE_LED_IN = 0.5, 0.3, 0.5, 0.3
-_LEAD_INS = ("Note: ", "Update: ", "Correction: ", "From the minutes: ", "Someone wrote: ", "It is said: ", "Reminder: ")
+_LEAD_INS = (
+    "Note: ",
+    "Update: ",
+    "Correction: ",
+    "From the minutes: ",
+    "Someone wrote: ",
+    "It is said: ",
+    "Reminder: ",
+)
 
 
 @dataclass(frozen=True)
