@@ -90,7 +90,7 @@ def test_niah_rows_add_up_and_hold_no_text(place: Path, tmp_path: Path) -> None:
     run_niah(tmp_path, samples={700: 1}, say=lambda _: None, **options)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * len(METHODS) + len(PROBES)
-    texts = {"id", "method", "kind", "needle", "outcome"}
+    texts = {"id", "method", "kind", "needle", "outcome", "variant"}
     assert all(isinstance(v, int | float) or name in texts for row in rows for name, v in row.items())
     table = run_niah(tmp_path, samples={700: 2}, latency_sizes=(700,), repeats=1, say=lambda _: None, **options)
     again = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
