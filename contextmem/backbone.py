@@ -16,8 +16,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from contextmem.attention import switched
 from contextmem.cache import SpanCache
 from contextmem.errors import InvalidInput, OutOfMemory, UnsupportedEdit
+from contextmem.ragged import RaggedCache
 from contextmem.rope import layer_angles, rerotated
 
 __all__ = ["Backbone"]
@@ -125,7 +127,7 @@ class Backbone:
         n = ids.shape[-1]
         before = cache.n_slots
         positions = torch.arange(cache.next_position, cache.next_position + n, device=ids.device).unsqueeze(0)
-        with self.lock, torch.no_grad(), _inference_mode(self.core):
+        with self.lock, torch.no_grad(), _inference_mode(self.core), self._attention_over(cache):
             if "dynamic" in self.rope_types:
                 _reset_dynamic_rope(self.core)
             output = self.core(
@@ -231,13 +233,22 @@ class Backbone:
         self.forward([min(5, self.core.config.get_text_config().vocab_size - 1)], cache)
         return cache
 
+    def _attention_over(self, cache: SpanCache) -> contextlib.AbstractContextManager[None]:
+        """What a forward over this kind of cache runs in; a ragged one computes its attention and masks itself."""
+        return switched(self.core, masked=False) if isinstance(cache, RaggedCache) else contextlib.nullcontext()
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Tokens that each layer sees, None for all."""
+        return [self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types]
+
     def _mask(self, cache: SpanCache, n_new: int) -> Any:
         """None, or explicit masks made from positions where the stock ones, made from slot counts, would be wrong.
 
         Stock sliding masks count slots. With a gap in the positions less than a window behind, counting slots lets a
         query see further back than its window.
         """
-        if not self.has_sliding_layers:
+        if not self.has_sliding_layers or isinstance(cache, RaggedCache):
             return None
         window = self.sliding_window or 0
         new = torch.arange(cache.next_position, cache.next_position + n_new)

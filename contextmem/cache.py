@@ -173,7 +173,10 @@ class SpanCache(DynamicCache):
         positions: (n_slots,) position every slot was encoded at; a slot's position is not its index once edited.
         turns: (n_slots,) how often a slot's key was re-rotated since it was computed.
         next_position: position of the next token.
+        offset: leading slots that are not in the storage; none here, see `RaggedCache`.
     """
+
+    offset: int = 0
 
     def __init__(self, n_layers: int) -> None:
         self._attach(Lease(Storage(n_layers, 0), 0), n_layers, 0)
@@ -296,26 +299,28 @@ class SpanCache(DynamicCache):
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` more slots now, so that a chunked prefill grows once."""
-        self.lease.claim(self.n_slots, self.n_slots + n_tokens)
+        n_stored = self.n_slots - self.offset
+        self.lease.claim(n_stored, n_stored + n_tokens)
         for layer in self.layers:
-            layer.show(self.n_slots)
+            layer.show(n_stored)
 
     def adopt(self, other: SpanCache) -> None:
         """Continue in the buffers of `other`, whose first slots are these: keeps what a discarded answer grew or copied."""
         if other.lease.storage is self.lease.storage:
             return
-        self.lease.move(other.lease.storage, self.n_slots)
+        n_stored = self.n_slots - self.offset
+        self.lease.move(other.lease.storage, n_stored)
         for layer in self.layers:
-            layer.show(self.n_slots)
+            layer.show(n_stored)
 
     def rewind(self, length: int) -> None:
         """Drop the slots from `length` on; the next token takes the position of the first one dropped."""
         if length < self.n_slots:
             self.next_position = int(self.positions[length])
             self.positions, self.turns = self.positions[:length], self.turns[:length]
-            self.lease.reach = length
+            self.lease.reach = length - self.offset
             for layer in self.layers:
-                layer.show(length)
+                layer.show(length - self.offset)
 
     def release(self) -> None:
         """Let go of the buffers: the cache is empty and its slots belong to nobody."""

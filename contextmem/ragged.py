@@ -1,0 +1,202 @@
+"""The active cache of a compacted context: every layer and KV head keeps slots of its own choice, and no others.
+
+What a compaction kept is packed and never written again, so forks and checkpoints share it. What is appended later stands
+behind it in a dense tail, which is a `SpanCache` as before. Slots are numbered as if nothing had been evicted: the ledger,
+positions and reports need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from contextmem.cache import Lease, SpanCache, SpanLayer, Storage
+from contextmem.errors import UnsupportedEdit
+
+__all__ = ["Kept", "RaggedCache", "RaggedLayer"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Slots that one layer kept, a list entry a KV head.
+
+    Attributes:
+        slots: (n_h,) sorted numbers of the slots of head h.
+        keys, values: (n_h, head_dim) each.
+    """
+
+    slots: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, keep: Tensor) -> Kept:
+        """The slots of a dense layer, (1, heads, n, head_dim) each, that the mask `keep`, (heads, n), names."""
+        slots = tuple(head.nonzero()[:, 0] for head in keep.cpu())
+        packed = [
+            _packed([tensor[0, h][s.to(tensor.device)] for h, s in enumerate(slots)]) for tensor in (keys, values)
+        ]
+        return cls(slots, *packed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+def _packed(heads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same tensors as views of one buffer, so that a layer is one allocation."""
+    return torch.split(torch.cat(list(heads)), [len(head) for head in heads])
+
+
+class RaggedLayer(SpanLayer):
+    """One layer of a `RaggedCache`; stands for its own keys and values and computes the attention over both parts."""
+
+    def __init__(self, lease: Lease, index: int, length: int, kept: Kept, cache: RaggedCache) -> None:
+        self.kept, self._positions, self._tail_position = kept, cache.kept_positions, cache.tail_position
+        self._offset, self._window = cache.offset, cache.windows[index]
+        super().__init__(lease, index, length)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        super().update(key_states, value_states)
+        return self, self
+
+    def get_seq_length(self) -> int:
+        return self._offset + self.length
+
+    def attend(self, query: Tensor, scaling: float, position_ids: Tensor) -> Tensor:
+        """Attention of the last n slots' queries, (1, heads, n, head_dim), over kept slots and tail; see `Attended`."""
+        n, n_heads = query.shape[-2], self.keys.shape[1]
+        grouped = query.reshape(n_heads, -1, query.shape[-1]) * scaling  # the group's queries one after the other
+        tail = grouped @ self.keys[0].transpose(-1, -2)
+        at = position_ids.reshape(-1)
+        if n > 1 or self._window is not None:
+            where = torch.arange(self._tail_position, self._tail_position + self.length, device=at.device)
+            tail = _hidden(tail, self._is_seen(at, where))
+        return torch.cat([self._head(h, grouped[h], tail[h], at) for h in range(n_heads)]).reshape(query.shape)
+
+    def _head(self, head: int, query: Tensor, tail: Tensor, at: Tensor) -> Tensor:
+        keys, values = self.kept.keys[head], self.kept.values[head]
+        early = query @ keys.T
+        if self._window is not None:
+            early = _hidden(early, self._is_seen(at, self._positions[self.kept.slots[head]].to(at.device)))
+        weights = torch.cat((early, tail), dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+        n = len(keys)
+        return torch.addmm(weights[:, n:] @ self.values[0, head], weights[:, :n], values)
+
+    def _is_seen(self, at: Tensor, where: Tensor) -> Tensor:
+        """Whether queries at positions `at` see keys at positions `where`, (len(at), len(where))."""
+        ahead = at[:, None] - where[None, :]
+        return (ahead >= 0) if self._window is None else (ahead >= 0) & (ahead < self._window)
+
+
+def _hidden(scores: Tensor, seen: Tensor) -> Tensor:
+    """Scores, (..., group * n, slots), with what is not `seen`, (n, slots), masked out."""
+    grouped = scores.reshape(*scores.shape[:-2], -1, *seen.shape)
+    return grouped.masked_fill(~seen, torch.finfo(scores.dtype).min).reshape(scores.shape)
+
+
+class RaggedCache(SpanCache):
+    """KV of a compacted context. Its slots before `offset` are those that each head kept of them, the rest is dense.
+
+    Attributes:
+        kept: what was kept, an entry a layer.
+        windows: tokens that a layer sees, or None, an entry a layer.
+        kept_positions: (offset,) positions of the slots before `offset`, kept or not.
+        tail_position: position of the first slot after them.
+    """
+
+    def __init__(
+        self, kept: Sequence[Kept], windows: Sequence[int | None], positions: Tensor, turns: Tensor, next_position: int
+    ) -> None:
+        self.kept, self.windows = tuple(kept), tuple(windows)
+        self.kept_positions, self.tail_position, self.offset = positions, next_position, len(positions)
+        self.positions, self.turns, self.next_position = positions, turns, next_position
+        self._attach(Lease(Storage(len(kept), 0), 0), len(kept), 0)
+
+    @classmethod
+    def of(cls, cache: SpanCache, keep: Tensor, windows: Sequence[int | None]) -> RaggedCache:
+        """The slots of a dense cache that `keep`, (layers, heads, n_slots), names."""
+        kept = [Kept.of(layer.keys, layer.values, keep[index]) for index, layer in enumerate(cache.layers)]
+        return cls(kept, windows, cache.positions, cache.turns, cache.next_position)
+
+    def again(self, keep: Tensor) -> RaggedCache:
+        """Compacted once more: those of its slots that `keep`, (layers, heads, n_slots), names, the tail's included."""
+        n = self.offset
+        kept = []
+        for index, (layer, old) in enumerate(zip(self.layers, self.kept, strict=True)):
+            tail = Kept.of(layer.keys, layer.values, keep[index, :, n:])
+            still = [keep[index, h].cpu()[slots] for h, slots in enumerate(old.slots)]
+            parts = {
+                name: _packed(
+                    [
+                        torch.cat((getattr(old, name)[h][stay.to(layer.keys.device)], getattr(tail, name)[h]))
+                        for h, stay in enumerate(still)
+                    ]
+                )
+                for name in ("keys", "values")
+            }
+            slots = tuple(torch.cat((old.slots[h][stay], tail.slots[h] + n)) for h, stay in enumerate(still))
+            kept.append(Kept(slots, **parts))
+        return RaggedCache(kept, self.windows, self.positions, self.turns, self.next_position)
+
+    def held(self) -> Tensor:
+        """Which slots each head holds, (layers, heads, n_slots)."""
+        n_heads = len(self.kept[0].slots)
+        mask = torch.zeros(len(self.kept), n_heads, self.n_slots, dtype=torch.bool)
+        mask[:, :, self.offset :] = True
+        for index, kept in enumerate(self.kept):
+            for head, slots in enumerate(kept.slots):
+                mask[index, head, slots] = True
+        return mask
+
+    def _attach(self, lease: Lease, n_layers: int, length: int) -> None:
+        self.lease = lease
+        layers = [RaggedLayer(lease, index, length, self.kept[index], self) for index in range(n_layers)]
+        Cache.__init__(self, layers=layers)
+        for layer, kept in zip(layers, self.kept, strict=True):
+            if not layer.is_initialized:  # the tail is shaped like what was kept, before anything is in it
+                empty = kept.keys[0].new_empty((1, len(kept.keys), 0, kept.keys[0].shape[-1]))
+                layer.lazy_initialization(empty, empty)
+
+    def _with(self, storage: Storage, positions: Tensor, turns: Tensor, next_position: int) -> SpanCache:
+        if len(positions) < self.offset:
+            raise UnsupportedEdit("slots before a compaction are not addressable one by one. Nothing was changed.")
+        other = RaggedCache.__new__(RaggedCache)
+        other.kept, other.windows, other.offset = self.kept, self.windows, self.offset
+        other.kept_positions, other.tail_position = self.kept_positions, self.tail_position
+        n_stored = len(positions) - self.offset
+        other._attach(Lease(storage, n_stored), len(self.layers), n_stored)
+        other.positions, other.turns, other.next_position = positions, turns, next_position
+        return other
+
+    def view(self, length: int | None = None) -> SpanCache:
+        """As of a dense cache; the slots before the compaction stay together."""
+        if length is not None and length == self.offset:
+            return self._with(self.lease.storage, self.positions[:length], self.turns[:length], self.tail_position)
+        return super().view(length)
+
+    def release(self) -> None:
+        """Let go of the buffers."""
+        self.lease.move(Storage(len(self.layers), 0), 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: what was kept, and the capacity of the tail."""
+        return self.lease.storage.nbytes + sum(kept.nbytes for kept in self.kept)
+
+    @property
+    def n_held(self) -> int:
+        """Key-value pairs held, over all layers and heads; a dense cache holds n_slots x layers x heads."""
+        n_tail = self.n_slots - self.offset
+        return sum(sum(map(len, kept.slots)) + n_tail * len(kept.slots) for kept in self.kept)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedEdit("slots of a compacted cache are not edited in place. Nothing was changed.")
+
+    select = owned = over = read = write = borrowed = joined = turn_ = _refuse
