@@ -39,11 +39,11 @@ class Attended(Protocol):
 
 @contextmanager
 def switched(core: Any, watch: Watch | None = None, *, masked: bool = True) -> Iterator[None]:
-    """Attention of `core` through our function; hold the backbone's lock round it.
+    """Attention of `core` through our function; hold the backbone's lock round it. May be nested.
 
     Args:
         core: a causal language model.
-        watch: called before the attention of every layer.
+        watch: called before the attention of every layer; None leaves an outer one in place.
         masked: whether masks are needed; what is `Attended` needs none.
 
     Raises:
@@ -51,14 +51,15 @@ def switched(core: Any, watch: Watch | None = None, *, masked: bool = True) -> I
     """
     config = core.config
     previous = config._attn_implementation
-    if previous not in PREVIOUS:
+    name = previous if previous in map(_name, PREVIOUS) else _name(previous)
+    if name not in map(_name, PREVIOUS):
         raise UnsupportedEdit(
             f"attention implementation {previous!r} cannot be stepped in for; load the model with attn_implementation="
             f"'sdpa' or 'eager'. Nothing was changed."
         )
     before = vars(_local).copy()
-    _local.watch, _local.masked = watch, masked
-    config._attn_implementation = _name(previous)
+    _local.watch, _local.masked = watch or before.get("watch"), masked
+    config._attn_implementation = name
     try:
         yield
     finally:

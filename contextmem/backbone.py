@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -100,6 +101,13 @@ class Backbone:
         """The model's parameter type."""
         dtype: torch.dtype = self.core.get_input_embeddings().weight.dtype
         return dtype
+
+    @cached_property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot over all layers, keys and values."""
+        cache = self.new_cache()
+        self.forward([0], cache)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
     def new_cache(self) -> SpanCache:
         """An empty cache for this model."""

@@ -261,14 +261,18 @@ class SpanCache(DynamicCache):
     def joined(self, other: SpanCache, start: int) -> SpanCache:
         """This cache followed by a copy of the slots of `other` from `start` on, which keep their positions."""
         result = self.view()
-        total = self.n_slots + other.n_slots - start
-        result.lease.claim(self.n_slots, total)
-        for layer, source in zip(result.layers, other.layers, strict=True):
-            layer.update(source.keys[:, :, start:], source.values[:, :, start:])
-        result.positions = torch.cat((self.positions, other.positions[start:]))
-        result.turns = torch.cat((self.turns, other.turns[start:]))
-        result.next_position = other.next_position
+        result.extend(other, start)
         return result
+
+    def extend(self, other: SpanCache, start: int) -> None:
+        """Put a copy of the slots of `other` from `start` on behind those of this one; they keep their positions."""
+        n_stored, first = self.n_slots - self.offset, start - other.offset
+        self.lease.claim(n_stored, n_stored + other.n_slots - start)
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.update(source.keys[:, :, first:], source.values[:, :, first:])
+        self.positions = torch.cat((self.positions, other.positions[start:]))
+        self.turns = torch.cat((self.turns, other.turns[start:]))
+        self.next_position = other.next_position
 
     def turn_(self, start: int, stop: int, delta: int, angles: Sequence[Callable[[Tensor], Any]]) -> None:
         """Move slots `start` to `stop` by `delta` positions, in place: for caches made by `select` only.

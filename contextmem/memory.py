@@ -22,6 +22,7 @@ from contextmem import numerics, provenance, storage
 from contextmem.answers import AnswerStream
 from contextmem.arguments import check_choice, check_label, listed, plain_metadata
 from contextmem.backbone import CHUNK, Backbone
+from contextmem.budget import Budget
 from contextmem.cache import SpanCache
 from contextmem.codec import Codec
 from contextmem.decoding import Decoding, Generation, decode
@@ -37,15 +38,17 @@ from contextmem.errors import (
     UnsupportedEdit,
 )
 from contextmem.events import Event, logger, record_of
+from contextmem.eviction import Evictor
 from contextmem.framing import framing_of
 from contextmem.identity import check_identity, identity_of
 from contextmem.ledger import KINDS, STATES, Ledger, Segment
 from contextmem.loading import load_pretrained
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
-from contextmem.retraction import Edit, Method, choose, method_named
+from contextmem.retraction import Edit, Method, check_cached, choose, method_named
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
+from contextmem.tiers import carried, check_budget, n_tokens_held, opened, shares_held, within
 from contextmem.weights import eraser_for
 
 __all__ = ["Checkpoint", "ContextMemory"]
@@ -79,6 +82,11 @@ class ContextMemory:
         tokenizer: Any,
         system: str | None = None,
         *,
+        budget: int | str | None = None,
+        reserve: int | None = None,
+        evictor: str | Evictor = "kvzip",
+        allocation: str = "global",
+        full_tier: str | None = None,
         eraser: KVEraser | str | os.PathLike[str] | None = "auto",
         chunk_size: int = CHUNK,
     ) -> None:
@@ -87,6 +95,14 @@ class ContextMemory:
             model: a transformers causal language model.
             tokenizer: its tokenizer.
             system: system text; prefilled at once. None leaves what the chat template itself puts there.
+            budget: most tokens, or bytes as "512MB", that the active cache holds after any call. A context within it is not
+                touched; one beyond it is compacted: every layer and head keeps the pairs that matter most. None: no limit.
+            reserve: tokens of the budget that a compaction frees for questions and answers; default: a quarter of the
+                budget, at most 256.
+            evictor: what tells which pairs matter, a name in the registry or an `Evictor`.
+            allocation: "global", "layer" or "uniform": what the pairs compete within.
+            full_tier: "cpu" keeps everything that is evicted on the host, so that later retractions edit it in place of
+                reading the text again; None frees it.
             eraser: what `retract` erases with: "auto" finds the weights that were trained for this model, if there are any,
                 when they are first needed; a `KVEraser`, a folder or a hub id names them; None switches erasing off.
             chunk_size: tokens a forward while prefilling.
@@ -94,6 +110,7 @@ class ContextMemory:
         Raises:
             UnsupportedEdit: the model cannot carry an editable cache.
             InvalidInput: an argument has the wrong type.
+            ContextOverflow: the budget is too small; the message names the least that would do.
         """
         if not isinstance(model, nn.Module):
             raise InvalidInput(f"model must be a transformers model, not {type(model).__name__}.")
@@ -105,6 +122,8 @@ class ContextMemory:
         self.chunk_size = chunk_size
         self.backbone = Backbone.of(model)
         self._eraser = _eraser_of(eraser, self.backbone)
+        self._eviction: dict[str, Any] = {"evictor": evictor, "allocation": allocation, "full_tier": full_tier}
+        self._budget = self._budget_of(budget, reserve)
         self._codec = Codec.of(tokenizer)
         self._framing = framing_of(self._codec)
         self._end_ids = end_ids(self.backbone, self._codec, self._framing)
@@ -113,6 +132,8 @@ class ContextMemory:
             spans = self._dialogue.system(system, self._codec.encode(system))
             with self._working():
                 check_room(self.backbone, self.next_position, _n_tokens(spans), "the system text")
+                if self._budget is not None:
+                    check_budget(self._budget, Ledger().added(spans))
                 self._add(self._state, spans, None)
                 self._log("append", spans, tokens_computed=self.seq_length)
 
@@ -168,6 +189,11 @@ class ContextMemory:
         return self._state.cache.nbytes
 
     @property
+    def budget(self) -> Budget | None:
+        """The limit on the active cache, see `set_budget`."""
+        return self._budget
+
+    @property
     def context_length(self) -> int:
         """Most positions the model takes."""
         return self.backbone.context_length
@@ -184,7 +210,10 @@ class ContextMemory:
 
     @property
     def past_key_values(self) -> SpanCache:
-        """The KV as a transformers cache. What a forward adds to it is not part of this memory."""
+        """The KV as a transformers cache. What a forward adds to it is not part of this memory.
+
+        After a compaction it is a `RaggedCache`, which only `backbone.forward` can attend to.
+        """
         with self._editing:
             return self._state.cache.view()
 
@@ -219,18 +248,21 @@ class ContextMemory:
     def stats(self) -> Stats:
         """Tokens and bytes by segment."""
         state = self._state
-        each = state.cache.slot_nbytes
+        each, shares = state.cache.slot_nbytes, shares_held(state)
         rows = tuple(
-            SegmentStats(s.id, s.kind, s.key, s.state, s.n_tokens, s.n_tokens * each) for s in state.ledger.spans
+            SegmentStats(s.id, s.kind, s.key, s.state, s.n_tokens, round(share * s.n_tokens * each), share)
+            for s, share in zip(state.ledger.spans, shares, strict=True)
         )
         return Stats(
             segments=rows,
             n_tokens=state.n_slots,
-            nbytes_used=state.n_slots * each,
+            nbytes_used=sum(row.nbytes for row in rows),
             nbytes_held=state.cache.nbytes,
             next_position=state.cache.next_position,
             context_length=self.context_length,
-            exact_tokens=state.exact_slots,
+            exact_tokens=0 if state.is_compacted else state.exact_slots,
+            tokens_held=n_tokens_held(state),
+            budget=self._budget.n_tokens if self._budget is not None else None,
         )
 
     # ------------------------------------------------------------------ adding
@@ -294,10 +326,11 @@ class ContextMemory:
                 )  # another reader: the edit works on a copy, and `state` stays whole if the text fails
                 edit = self._edit(state, rivals, step=self._step(None))
                 method = choose(edit)[0]
+                base = state
                 excess = state.cache.next_position + len(ids) - self.context_length
                 if method.name == "kveraser" and excess > 0:
                     method = method_named("recompute")  # erased slots stay in use, and the new text needs them
-                plan, state = method.plan(edit), method.apply(edit).landed()
+                plan, state = method.plan(edit), self._edited(base, edit, method).landed()
                 held.cache.release()
             opening = self._dialogue.opened(state.ledger)
             segment = span(self._new_id(), kind, ids, text=text, **fields)
@@ -448,7 +481,8 @@ class ContextMemory:
         cache.rewind(n_cached)
         if rest := ledger.token_ids[len(ledger.token_ids) - (ledger.n_slots - n_cached) :]:
             self.backbone.prefill(rest, cache, chunk=self.chunk_size, step=self._step(None))
-        self._commit(State(ledger, cache.view(), ledger.n_slots if base.is_exact else base.exact_slots))
+        exact = ledger.n_slots if base.is_exact else base.exact_slots
+        self._commit(replace(base, ledger=ledger, cache=cache.view(), exact_slots=exact))
         self._log("ask", spans, tokens_computed=ledger.n_slots - base.n_slots)
         return self._state.ledger.by_id[answer.id]
 
@@ -541,6 +575,7 @@ class ContextMemory:
                 return Report("none", requested, why, "none", tokens_reused=base.n_slots, dry_run=dry_run)
             edit = self._edit(base, targets)
             chosen, why = choose(edit) if method == "auto" else (method_named(method), "as requested")
+            check_cached(edit, chosen)
             plan = chosen.plan(edit)
             removes = plan.guarantee != "none"
             report = Report(
@@ -562,7 +597,10 @@ class ContextMemory:
             if removes and not cascade:
                 self._warn_of_dependents(base, targets)
             seconds = self._take(
-                lambda step: chosen.apply(self._edit(base, targets, step)), plan.tokens, report.tokens_reused, progress
+                lambda step: self._edited(base, replace(edit, step=step), chosen),
+                plan.tokens,
+                report.tokens_reused,
+                progress,
             )
             report = replace(report, seconds=seconds)
             self._log(
@@ -584,7 +622,7 @@ class ContextMemory:
         """
         ids = self._codec.encode(text)
         with self._working():
-            base = self._state
+            base = opened(self.backbone, self._state)
             found = resolved(base.ledger, target, {})
             if len(found) != 1 or found[0].state != "live":
                 raise InvalidInput(
@@ -641,7 +679,7 @@ class ContextMemory:
             recompute = method_named("recompute")
             plan = recompute.plan(edit)
             seconds = self._take(
-                lambda step: recompute.apply(self._edit(base, (), step)), plan.tokens, base.exact_slots, progress
+                lambda step: recompute.apply(replace(edit, step=step)), plan.tokens, plan.reused, progress
             )
             self._log("settle", (), method="recompute", guarantee="exact", tokens_computed=plan.tokens)
             return Report(
@@ -650,9 +688,41 @@ class ContextMemory:
                 why=f"{plan.tokens:,} tokens stood after the first approximate edit",
                 guarantee="exact",
                 tokens_recomputed=plan.tokens,
-                tokens_reused=base.exact_slots,
+                tokens_reused=plan.reused,
                 seconds=seconds,
             )
+
+    def compact(self, *, progress: ProgressCallback | None = None) -> Report:
+        """Evict down to the budget less its reserve now, in place of when a call next goes beyond the budget.
+
+        Raises:
+            InvalidInput: the memory has no budget.
+        """
+        with self._working():
+            if self._budget is None:
+                raise InvalidInput(
+                    "this memory has no budget to compact to: set_budget(...) first. Nothing was changed."
+                )
+            before = n_tokens_held(self._state)
+            seconds = self._evict(replace(self._budget, n_tokens=self._budget.target, reserve=0), progress)
+            evicted = round(before - n_tokens_held(self._state))
+            why = f"{self._budget.evictor.name} kept {n_tokens_held(self._state):,.0f} of {before:,.0f} tokens"
+            return Report("compact", "compact", why, "approximate" if evicted else "exact", seconds=seconds)
+
+    def set_budget(
+        self, budget: int | str | None, reserve: int | None = None, *, progress: ProgressCallback | None = None
+    ) -> None:
+        """Change the limit on the active cache, see the constructor; evicts at once what is beyond it.
+
+        Raises:
+            InvalidInput: the budget makes no sense.
+            ContextOverflow: it is less than what must be kept; the message names the least that would do.
+        """
+        with self._working():
+            wanted = self._budget_of(budget, reserve)
+            if wanted is not None:
+                self._evict(wanted, progress)
+            self._budget = wanted
 
     def verify(self, *, progress: ProgressCallback | None = None) -> numerics.Verification:
         """Measure the memory against a context rebuilt from its token log, with the numeric noise floor beside it.
@@ -706,7 +776,7 @@ class ContextMemory:
         with self._working():
             name = getattr(self.backbone.core, "name_or_path", None) or None
             identity = identity_of(self.backbone, self._codec)
-            options = {"chunk_size": self.chunk_size}
+            options = {"chunk_size": self.chunk_size, **(self._budget.options() if self._budget else {})}
             storage.write(path, storage.Saved(name, identity, options, self._state, self._events))
             return Path(path)
 
@@ -727,6 +797,8 @@ class ContextMemory:
         manifest = storage.read_manifest(path)
         if (model is None) != (tokenizer is None):
             raise InvalidInput("give both model and tokenizer, or neither to load them by the name in the file.")
+        saved_options = {name: value for name, value in manifest["options"].items() if name != "chunk_size"}
+        options = {**saved_options, **options}
         if model is None:
             options.setdefault("dtype", manifest["identity"]["dtype"])
             memory = cls.from_pretrained(manifest["model"] or "", **options)
@@ -737,6 +809,8 @@ class ContextMemory:
         memory.chunk_size = options.get("chunk_size", saved.options["chunk_size"])
         memory._begin(saved.state, lineage=secrets.token_hex(4), events=saved.events)
         memory._log("load", ())
+        if memory._budget is not None:
+            memory._evict(memory._budget, None)
         return memory
 
     # ------------------------------------------------------------------ control
@@ -752,6 +826,8 @@ class ContextMemory:
         with self._working():
             self._closed = True
             self._state.cache.release()
+            if self._state.full is not None:
+                self._state.full.release()
             self._state = State(Ledger(), self.backbone.new_cache(), 0)
 
     def __enter__(self) -> Self:
@@ -791,14 +867,49 @@ class ContextMemory:
         with self._editing:
             with Progress("recompute", n_tokens, reused, progress) as bar:
                 next_state = compute(self._step(bar))
-            self._commit(next_state)
+            self._commit(next_state, progress)
         seconds = time.perf_counter() - started
         self._note_speed(n_tokens, seconds)
         return seconds
 
-    def _commit(self, state: State) -> None:
+    def _commit(self, state: State, progress: ProgressCallback | None = None) -> None:
         state.check()
-        self._state = state.landed()
+        if self._budget is None or n_tokens_held(state) <= self._budget.n_tokens:
+            self._state = state.landed()
+            return
+        with self._held():
+            self._state = self._within(self._budget, state.landed(), progress)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Another reader of the present state: what is written inside lands in a copy, and a failure harms nothing."""
+        held = self._state.view()
+        yield
+        held.cache.release()
+
+    def _within(self, budget: Budget, state: State, progress: ProgressCallback | None) -> State:
+        """`state` with what is beyond `budget` evicted, and an event if there was anything."""
+        with Progress("compact", state.n_slots, 0, progress) as bar:
+            after = within(
+                self.backbone, self._codec, self._framing, budget, state, chunk=self.chunk_size, step=self._step(bar)
+            )
+        if after is not state:
+            after.check()
+            self._log("evict", (), method=budget.evictor.name, tokens_computed=state.n_slots)
+        return after
+
+    def _evict(self, budget: Budget, progress: ProgressCallback | None) -> float:
+        started = time.perf_counter()
+        check_budget(budget, self._state.ledger)
+        self._state = self._within(budget, self._state, progress)
+        return time.perf_counter() - started
+
+    def _budget_of(self, budget: int | str | None, reserve: int | None) -> Budget | None:
+        if budget is None:
+            return None
+        wanted = Budget.of(self.backbone, budget, reserve=reserve, **self._eviction)
+        check_budget(wanted, Ledger())
+        return wanted
 
     def _log(self, operation: str, segments: Iterable[Segment], **details: Any) -> None:
         records = tuple(record_of(s) for s in segments if s.kind != "frame")
@@ -833,6 +944,20 @@ class ContextMemory:
         return f"{self._tag}-{next(self._numbers)}"
 
     def _edit(self, state: State, targets: tuple[Segment, ...], step: Any = None) -> Edit:
+        """The edit of a state, or of the dense one that a compacted one goes back to unless only its tail goes."""
+        edit = self._edit_of(state, targets, step)
+        if state.is_compacted and not (targets and edit.is_tail and edit.start > state.cache.offset):
+            return replace(edit, state=opened(self.backbone, state))
+        return edit
+
+    def _edited(self, base: State, edit: Edit, method: Method) -> State:
+        after = method.apply(edit)
+        if edit.state.is_compacted:  # its tail was cut
+            scores = base.scores[..., : after.n_slots] if base.scores is not None else None
+            return replace(after, full=base.full, scores=scores)
+        return after if method.plan(edit).guarantee == "exact" else carried(base, after, edit.kept)
+
+    def _edit_of(self, state: State, targets: tuple[Segment, ...], step: Any) -> Edit:
         return Edit(
             state=state,
             targets=targets,
@@ -850,7 +975,7 @@ class ContextMemory:
         with Progress("prefill", n_new, state.n_slots, progress) as report:
             step = self._step(report)
             next_state = extended(self.backbone, state, spans, chunk=self.chunk_size, step=step)
-        self._commit(next_state)
+        self._commit(next_state, progress)
 
     @contextlib.contextmanager
     def _transient(self, base: State, ids: Sequence[int]) -> Iterator[tuple[SpanCache, Sequence[int]]]:

@@ -196,6 +196,38 @@ class RaggedCache(SpanCache):
         n_tail = self.n_slots - self.offset
         return sum(sum(map(len, kept.slots)) + n_tail * len(kept.slots) for kept in self.kept)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything needed to rebuild the cache, by name: the tail as of a dense cache, and what was kept."""
+        named = super().tensors()
+        for index, kept in enumerate(self.kept):
+            named[f"kept.counts.{index}"] = torch.tensor([len(slots) for slots in kept.slots])
+            for name in ("slots", "keys", "values"):
+                named[f"kept.{name}.{index}"] = torch.cat(getattr(kept, name))
+        return named
+
+    @classmethod
+    def from_kept(
+        cls,
+        named: dict[str, Tensor],
+        next_position: int,
+        tail_position: int,
+        offset: int,
+        windows: Sequence[int | None],
+    ) -> RaggedCache:
+        """The inverse of `tensors`."""
+        device, kept = named["keys.0"].device, []
+        for index in range(len(windows)):
+            counts = named[f"kept.counts.{index}"].tolist()
+            slots, keys, values = (torch.split(named[f"kept.{n}.{index}"], counts) for n in ("slots", "keys", "values"))
+            kept.append(Kept(slots, _packed([k.to(device) for k in keys]), _packed([v.to(device) for v in values])))
+        positions, turns = named["positions"], named["turns"]
+        cache = cls(kept, windows, positions[:offset], turns[:offset], tail_position)
+        cache.lease.claim(0, len(positions) - offset)
+        for index, layer in enumerate(cache.layers):
+            layer.update(named[f"keys.{index}"], named[f"values.{index}"])
+        cache.positions, cache.turns, cache.next_position = positions, turns, next_position
+        return cache
+
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedEdit("slots of a compacted cache are not edited in place. Nothing was changed.")
 

@@ -73,7 +73,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SegmentStats:
-    """Share of one segment in the cache."""
+    """Share of one segment in the cache; `held` is the part of its key-value pairs that was not evicted."""
 
     id: str
     kind: str
@@ -81,6 +81,7 @@ class SegmentStats:
     state: str
     n_tokens: int
     nbytes: int
+    held: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Stats:
         nbytes_held: bytes of capacity held, free room included.
         next_position, context_length: where the next token goes and how far the model reads.
         exact_tokens: leading tokens that are exactly as in a rebuilt context.
+        tokens_held: key-value pairs held, over layers times heads; less than `n_tokens` after a compaction.
+        budget: most of them, or None.
     """
 
     segments: tuple[SegmentStats, ...]
@@ -103,3 +106,5 @@ class Stats:
     next_position: int
     context_length: int
     exact_tokens: int
+    tokens_held: float = 0.0
+    budget: int | None = None

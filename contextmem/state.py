@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from contextmem.backbone import CHUNK, Backbone
 from contextmem.cache import Slots, SpanCache
 from contextmem.errors import ContextOverflow, InconsistentState
 from contextmem.ledger import Ledger, Segment
+from contextmem.ragged import RaggedCache
 
 __all__ = ["State", "check_room", "extended", "rebuilt"]
 
@@ -28,26 +30,36 @@ class State:
             up to numeric noise. Always a span's edge.
         patches: keys and values to be written over the slots from a first one on when the state is taken over, see `landed`;
             until then the state before it is whole.
+        full: of a compacted state, every slot before the compaction, as far as `exact_slots` says exact, if a full tier is
+            kept. What was appended since is in `cache` alone.
+        scores: (layers, heads, n) what an evictor made of the first n slots, to be compared with later ones.
     """
 
     ledger: Ledger
     cache: SpanCache
     exact_slots: int = 0
     patches: tuple[tuple[int, Slots], ...] = ()
+    full: SpanCache | None = None
+    scores: Tensor | None = None
 
     @property
     def n_slots(self) -> int:
-        """Slots in use."""
-        return self.cache.n_slots
+        """Slots in use, evicted ones included."""
+        return self.ledger.n_slots
+
+    @property
+    def is_compacted(self) -> bool:
+        """Whether something was evicted."""
+        return isinstance(self.cache, RaggedCache)
 
     @property
     def is_exact(self) -> bool:
-        """Whether no approximate edit is left."""
-        return self.exact_slots == self.n_slots
+        """Whether no approximate edit is left, and nothing was evicted."""
+        return self.exact_slots == self.n_slots and not self.is_compacted
 
     def view(self) -> State:
-        """The same state with a cache object of its own; no tensor is copied."""
-        return State(self.ledger, self.cache.view(), self.exact_slots)
+        """The same state with cache objects of its own; no tensor is copied."""
+        return replace(self, cache=self.cache.view(), full=self.full.view() if self.full is not None else None)
 
     def landed(self) -> State:
         """This state with its patches written, in place unless another state reads those slots; all of them or none."""
@@ -62,7 +74,7 @@ class State:
             for start, slots in before:
                 cache.write(start, slots)
             raise
-        return State(self.ledger, cache, self.exact_slots)
+        return replace(self, cache=cache, patches=())
 
     def check(self) -> None:
         """Raise `InconsistentState` unless log, spans and cache agree in every layer. Cheap."""
@@ -87,7 +99,9 @@ def extended(
     cache = state.cache.view()
     if ids := [token for segment in new for token in segment.token_ids]:
         backbone.prefill(ids, cache, chunk=chunk, step=step)
-    return State(ledger, cache, ledger.n_slots if state.is_exact else state.exact_slots)
+    return replace(
+        state, ledger=ledger, cache=cache, exact_slots=ledger.n_slots if state.is_exact else state.exact_slots
+    )
 
 
 def rebuilt(
@@ -98,7 +112,7 @@ def rebuilt(
     `ledger` must agree with the ledger of `state` before `start`, and `start` must not exceed `state.exact_slots`.
     Positions from there on are packed again.
     """
-    cache = state.cache.view(start)
+    cache = state.cache.view(start) if start else backbone.new_cache()
     cache.next_position = start
     ids = [token for span in ledger.spans if span.start >= start for token in span.token_ids]
     if ids:

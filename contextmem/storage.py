@@ -26,9 +26,10 @@ from contextmem.cache import SpanCache
 from contextmem.errors import InconsistentState, StorageError
 from contextmem.events import Event, SegmentRecord
 from contextmem.ledger import Ledger, Segment
+from contextmem.ragged import RaggedCache
 from contextmem.state import State
 
-__all__ = ["FORMAT_VERSION", "Saved", "read", "read_manifest", "segment_of", "write"]
+__all__ = ["FORMAT_VERSION", "Saved", "read", "read_manifest", "segment_of", "tensors_of", "write"]
 
 FORMAT_VERSION = 1
 
@@ -60,7 +61,7 @@ def write(path: str | os.PathLike[str], saved: Saved) -> None:
     """
     target = Path(path)
     try:
-        tensors = saved.state.cache.tensors()
+        tensors = tensors_of(saved.state)
         manifest = json.dumps(_manifest(saved, tensors), ensure_ascii=False)
         metadata = {"format": "contextmem", "manifest": manifest, "manifest_sha256": _digest(manifest.encode())}
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as staging:  # mode 0700
@@ -94,10 +95,8 @@ def read(path: str | os.PathLike[str], n_layers: int, device: torch.device | str
         if _tensor_digest(tensor) != manifest["checksums"][name]:
             raise _damaged(path, f"the checksum of {name} does not match")
     try:
-        kv = {name: t if name in ("positions", "turns") else t.to(device) for name, t in tensors.items()}
-        cache = SpanCache.from_tensors(n_layers, kv, manifest["next_position"])
         ledger = Ledger(tuple(map(segment_of, manifest["spans"])), tuple(map(segment_of, manifest["gone"])))
-        state = State(ledger, cache, manifest["exact_slots"])
+        state = _state(ledger, manifest, tensors, n_layers, device)
         state.check()
         events = tuple(map(_event, manifest["events"]))
     except (InconsistentState, KeyError, TypeError, ValueError) as error:
@@ -129,6 +128,50 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     return manifest
 
 
+def tensors_of(state: State) -> dict[str, Tensor]:
+    """Every tensor of a state by name; those of a full tier begin with `full.`."""
+    named = state.cache.tensors()
+    if state.scores is not None:
+        named["scores"] = state.scores.contiguous()
+    if state.full is not None:
+        named |= {f"full.{name}": tensor.clone() for name, tensor in state.full.tensors().items()}
+    return named
+
+
+def _state(
+    ledger: Ledger, manifest: Mapping[str, Any], named: Mapping[str, Tensor], n_layers: int, device: torch.device | str
+) -> State:
+    """The inverse of `tensors_of`."""
+    on_host = ("positions", "turns", "scores", "kept.", "full.")
+    kv = {name: tensor if name.startswith(on_host) else tensor.to(device) for name, tensor in named.items()}
+    full = {name.removeprefix("full."): tensor for name, tensor in kv.items() if name.startswith("full.")}
+    compaction = manifest.get("compaction")
+    if compaction is None:
+        cache = SpanCache.from_tensors(n_layers, kv, manifest["next_position"])
+    else:
+        placed = (compaction[name] for name in ("tail_position", "offset", "windows"))
+        cache = RaggedCache.from_kept(kv, manifest["next_position"], *placed)
+    return State(
+        ledger,
+        cache,
+        manifest["exact_slots"],
+        full=SpanCache.from_tensors(n_layers, full, (compaction or {})["full_next_position"]) if full else None,
+        scores=kv.get("scores"),
+    )
+
+
+def _compaction(state: State) -> dict[str, Any] | None:
+    """What a compacted state needs beside its tensors."""
+    if not isinstance(state.cache, RaggedCache):
+        return None
+    return {
+        "tail_position": state.cache.tail_position,
+        "offset": state.cache.offset,
+        "windows": list(state.cache.windows),
+        "full_next_position": state.full.next_position if state.full is not None else None,
+    }
+
+
 def _manifest(saved: Saved, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "version": FORMAT_VERSION,
@@ -137,6 +180,7 @@ def _manifest(saved: Saved, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "options": saved.options,
         "next_position": saved.state.cache.next_position,
         "exact_slots": saved.state.exact_slots,
+        "compaction": _compaction(saved.state),
         "spans": [_plain(span) for span in saved.state.ledger.spans],
         "gone": [_plain(span) for span in saved.state.ledger.gone],
         "events": [asdict(event) | {"at": event.at.isoformat()} for event in saved.events],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from contextmem import ContextMemory
+from contextmem import ContextMemory, storage
 
 FLOOR_CHUNKS = (1, 16, 64)
 
@@ -66,6 +66,11 @@ def layer_tensors(memory: ContextMemory) -> list[tuple[torch.Tensor, torch.Tenso
     return [(layer.keys.clone(), layer.values.clone()) for layer in memory.past_key_values.layers]
 
 
+def state_tensors(memory: ContextMemory) -> dict[str, torch.Tensor]:
+    """Every tensor of the state by name, copied: the cache, what a compaction kept, the full tier."""
+    return {name: tensor.clone() for name, tensor in storage.tensors_of(memory._state).items() if tensor.numel()}
+
+
 def same_tensors(a: Any, b: Any) -> bool:
     """Whether two results of `layer_tensors` are bit-identical."""
     return all(torch.equal(ka, kb) and torch.equal(va, vb) for (ka, va), (kb, vb) in zip(a, b, strict=True))
@@ -73,7 +78,7 @@ def same_tensors(a: Any, b: Any) -> bool:
 
 def snapshot(memory: ContextMemory) -> tuple[Any, ...]:
     """Everything a failed operation must leave as it was."""
-    return memory.segments(frames=True), memory.token_ids, memory.next_position, layer_tensors(memory)
+    return memory.segments(frames=True), memory.token_ids, memory.next_position, state_tensors(memory)
 
 
 def assert_unchanged(memory: ContextMemory, before: tuple[Any, ...]) -> None:
@@ -82,5 +87,6 @@ def assert_unchanged(memory: ContextMemory, before: tuple[Any, ...]) -> None:
     assert memory.segments(frames=True) == segments
     assert memory.token_ids == ids
     assert memory.next_position == position
-    assert same_tensors(layer_tensors(memory), tensors)
+    now = state_tensors(memory)
+    assert now.keys() == tensors.keys() and all(torch.equal(now[name], tensors[name]) for name in now)
     memory._state.check()

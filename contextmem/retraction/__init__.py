@@ -2,7 +2,7 @@
 
 from contextmem.retraction import crop, delete_and_shift, instruct, kveraser, mask, recompute, refill, suffix_repair
 from contextmem.retraction.auto import choose
-from contextmem.retraction.base import METHODS, Edit, Method, Plan, method_named, register
+from contextmem.retraction.base import METHODS, Edit, Method, Plan, check_cached, method_named, register
 from contextmem.retraction.kveraser import KVErase
 from contextmem.retraction.suffix_repair import SuffixRepair
 
@@ -14,6 +14,7 @@ __all__ = [
     "Method",
     "Plan",
     "SuffixRepair",
+    "check_cached",
     "choose",
     "crop",
     "delete_and_shift",

@@ -10,6 +10,8 @@ __all__ = ["choose"]
 
 def choose(edit: Edit) -> tuple[Method, str]:
     """Cut the tail; else erase, if an eraser fits and computes less than recomputing would; else recompute. And why."""
+    if edit.is_hollow:
+        return METHODS["recompute"], "what was evicted is in no full tier: the text is read again, which is exact"
     if edit.is_tail:
         return METHODS["crop"], "the span is the tail: nothing has seen it, so it is cut"
     tokens = METHODS["recompute"].plan(edit).tokens

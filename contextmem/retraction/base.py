@@ -10,11 +10,11 @@ from typing import Protocol
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
 from contextmem.eraser import KVEraser
-from contextmem.errors import InvalidInput
+from contextmem.errors import InvalidInput, UnsupportedEdit
 from contextmem.ledger import Segment, complement, slot_ranges
 from contextmem.state import State
 
-__all__ = ["METHODS", "Edit", "Method", "Plan", "method_named", "register"]
+__all__ = ["METHODS", "Edit", "Method", "Plan", "check_cached", "method_named", "register"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Edit:
     def ids(self) -> tuple[str, ...]:
         """Ids of everything that goes, frames included."""
         return tuple(segment.id for segment in (*self.targets, *self.frames))
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether the KV of the state is gone, so that its text must be read again whatever is done."""
+        return self.state.cache.n_slots < self.state.n_slots
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -131,6 +136,15 @@ class Method(Protocol):
 
 
 METHODS: dict[str, Method] = {}
+
+
+def check_cached(edit: Edit, method: Method) -> None:
+    """Raise `UnsupportedEdit` if `method` needs KV that was evicted."""
+    if edit.is_hollow and method.name != "recompute":
+        raise UnsupportedEdit(
+            f"method {method.name!r} edits cached KV, but part of it was evicted and no full tier is kept. Use "
+            f"method='recompute', or a memory with full_tier='cpu'. Nothing was changed."
+        )
 
 
 def register(method: Method) -> None:

@@ -1,0 +1,162 @@
+"""From a dense state to one within budget, and back to the dense one that an edit works on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from contextmem.backbone import Backbone
+from contextmem.budget import Budget
+from contextmem.cache import SpanCache
+from contextmem.codec import Codec
+from contextmem.compaction import chosen, compacted, unseen_last
+from contextmem.errors import ContextOverflow
+from contextmem.eviction.base import N_SINK, Reading
+from contextmem.framing import Framing
+from contextmem.ledger import Ledger, Segment
+from contextmem.ragged import RaggedCache
+from contextmem.state import State, Step, rebuilt
+
+__all__ = ["carried", "check_budget", "n_tokens_held", "opened", "shares_held", "within"]
+
+
+def n_tokens_held(state: State) -> float:
+    """What the active cache holds, in tokens: pairs over layers times heads."""
+    if isinstance(state.cache, RaggedCache):
+        return state.cache.n_held / sum(len(kept.slots) for kept in state.cache.kept)
+    return float(state.n_slots)
+
+
+def shares_held(state: State) -> list[float]:
+    """The part of every span's key-value pairs that is held, in the ledger's order."""
+    if not isinstance(state.cache, RaggedCache):
+        return [1.0] * len(state.ledger.spans)
+    each = state.cache.held().float().mean((0, 1))
+    return [float(each[span.start : span.stop].mean()) if span.n_tokens else 1.0 for span in state.ledger.spans]
+
+
+def is_protected(span: Segment) -> bool:
+    """Whether every layer and head keeps a span: system text, frames that open the dialogue, pinned text, steering."""
+    return (
+        span.pinned or span.kind == "system" or span.state == "erased" or (span.kind == "frame" and span.owner is None)
+    )
+
+
+def protected(ledger: Ledger) -> Tensor:
+    """Which slots a compaction keeps whole, (n_slots,)."""
+    mask = torch.zeros(ledger.n_slots, dtype=torch.bool)
+    mask[:N_SINK] = True
+    mask[-1:] = True  # the next token may have to be told from it alone
+    for span in filter(is_protected, ledger.spans):
+        mask[span.start : span.stop] = True
+    return mask
+
+
+def check_budget(budget: Budget, ledger: Ledger) -> None:
+    """Raise `ContextOverflow` if what must be kept leaves no room within `budget`."""
+    needed = int(protected(ledger).sum()) + 1 if ledger.n_slots else N_SINK + 1
+    if (needed > budget.target and ledger.n_slots > budget.n_tokens) or budget.target < N_SINK + 1:
+        raise ContextOverflow(
+            f"system text, pinned segments, steering blocks and the first {N_SINK} tokens take {needed:,} tokens, which "
+            f"exceeds the {budget.target:,} of the budget's {budget.n_tokens:,} that are not in reserve. Set a budget of at "
+            f"least {needed + budget.reserve:,}, or unpin something. Nothing was changed.",
+            needed=needed + budget.reserve,
+            available=budget.target,
+            limit=budget.n_tokens,
+        )
+
+
+def within(
+    backbone: Backbone, codec: Codec, framing: Framing, budget: Budget, state: State, *, chunk: int, step: Step = None
+) -> State:
+    """`state` itself if it is within `budget`; else one in which enough was evicted to leave the reserve free.
+
+    Steering blocks that take more than a quarter of the budget are recomputed away first.
+    """
+    if n_tokens_held(state) <= budget.n_tokens:
+        return state
+    n_steering = sum(span.n_tokens for span in state.ledger.spans if span.state == "erased")
+    if 4 * n_steering > budget.n_tokens:
+        dense = opened(backbone, state)
+        ledger = dense.ledger.without_erased()
+        start = min(dense.exact_slots, ledger.n_slots)
+        dense = rebuilt(backbone, dense, ledger, start, chunk=chunk, step=step)
+        state = carried(state, dense, ((0, start),))
+        if n_tokens_held(state) <= budget.n_tokens:
+            return state
+    check_budget(budget, state.ledger)
+    scores = _scored(backbone, codec, framing, budget, state, step)
+    held = state.cache.held() if isinstance(state.cache, RaggedCache) else torch.ones_like(scores, dtype=torch.bool)
+    ranked = scores.masked_fill(~held, float("-inf"))
+    ranked = unseen_last(ranked, state.cache.positions, state.cache.next_position, backbone.windows)
+    n_keep = budget.target * scores.shape[0] * scores.shape[1]
+    keep = chosen(ranked, protected(state.ledger), n_keep, budget.allocation)
+    full = _full(state, budget)
+    return State(
+        ledger=state.ledger,
+        cache=compacted(state.cache, keep, backbone.windows),
+        exact_slots=state.exact_slots if full is not None else 0,
+        full=full,
+        scores=scores,
+    )
+
+
+def opened(backbone: Backbone, state: State) -> State:
+    """The dense state that an edit of `state` starts from.
+
+    With a full tier, what it holds and what was appended since; without one, nothing: the text must be read again.
+    """
+    if not state.is_compacted:
+        return replace(state, scores=None)
+    if state.full is None:
+        return State(state.ledger, backbone.new_cache(), 0)
+    return State(state.ledger, _whole(state), state.exact_slots)
+
+
+def carried(before: State, after: State, kept: tuple[tuple[int, int], ...]) -> State:
+    """`after`, an edit of `before`, with the scores of slots that stayed: all in place, or those of the ranges `kept`."""
+    if before.scores is None:
+        return after
+    n = before.scores.shape[-1]
+    if after.n_slots == before.n_slots:
+        return replace(after, scores=before.scores)
+    index = [torch.arange(start, min(stop, n)) for start, stop in kept if start < n]
+    scores = before.scores[..., torch.cat(index)] if index else None
+    return replace(after, scores=scores[..., : after.n_slots] if scores is not None else None)
+
+
+def _scored(backbone: Backbone, codec: Codec, framing: Framing, budget: Budget, state: State, step: Step) -> Tensor:
+    """Scores of every slot: those known, and those of what was appended since."""
+    known = state.scores.shape[-1] if state.scores is not None else 0
+    if isinstance(state.cache, RaggedCache):
+        known = max(known, state.cache.offset)
+    if known == state.n_slots and state.scores is not None:
+        return state.scores
+    stand_in = codec.encode("\n")[:1] or state.ledger.token_ids[:1]
+    ids = [
+        token
+        for span in state.ledger.spans
+        for token in (span.token_ids if span.state != "erased" else stand_in * span.n_tokens)
+    ]
+    reading = Reading(backbone, codec, framing, state.cache, tuple(ids[known:]), known, step)
+    new = budget.evictor.scores(reading).float()
+    if state.scores is None:
+        return new
+    return torch.cat((state.scores, new), dim=-1)
+
+
+def _full(state: State, budget: Budget) -> SpanCache | None:
+    """The full tier after a compaction: everything, where one is kept and nothing was lost before."""
+    if budget.full_tier is None or (state.is_compacted and state.full is None):
+        return None
+    return _whole(state)
+
+
+def _whole(state: State) -> SpanCache:
+    """Every slot of a state, dense."""
+    if not state.is_compacted:
+        return state.cache
+    assert state.full is not None
+    return state.full.joined(state.cache, state.full.n_slots)
