@@ -27,6 +27,7 @@ from contextmem.memory import Checkpoint, ContextMemory  # noqa: E402
 from contextmem.numerics import Verification  # noqa: E402
 from contextmem.progress import ProgressEvent  # noqa: E402
 from contextmem.reports import Answer, Report, Stats  # noqa: E402
+from contextmem.restorer import RestoreKV  # noqa: E402
 from contextmem.retraction import KVErase, SuffixRepair  # noqa: E402
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "OutOfMemory",
     "ProgressEvent",
     "Report",
+    "RestoreKV",
     "Segment",
     "SegmentNotFound",
     "Stats",

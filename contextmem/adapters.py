@@ -25,6 +25,7 @@ __all__ = ["Adapter", "FullCopy", "LoraAdapter", "StoredLora", "default_targets"
 
 _NAME = "default"  # PEFT's own name for the one adapter of a model; it is not part of the files
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+_MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
 class Adapter(Protocol):
@@ -204,14 +205,17 @@ class FullCopy:
         return _digest(self._model.state_dict())
 
 
-def default_targets(core: nn.Module) -> list[str]:
+def default_targets(core: nn.Module, *, mlp: bool = False) -> list[str]:
     """The attention projections of `core`, by the names it uses.
+
+    Args:
+        mlp: the projections of the MLP as well.
 
     Raises:
         UnsupportedEdit: it has none of the usual names.
     """
     leaves = {name.rpartition(".")[2] for name, _ in core.named_modules()}
-    found = [name for name in _PROJECTIONS if name in leaves]
+    found = [name for name in (*_PROJECTIONS, *(_MLP_PROJECTIONS if mlp else ())) if name in leaves]
     if not found:
         raise UnsupportedEdit(
             f"{type(core).__name__} has no modules named {', '.join(_PROJECTIONS)}: name the ones to adapt with targets=."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -130,16 +130,23 @@ class Backbone:
         with _typed_out_of_memory(len(token_ids), len(token_ids), cache):
             return self._forward(token_ids, cache, all_logits)
 
+    def forward_embeddings(self, embeddings: Tensor, cache: SpanCache) -> Tensor:
+        """As `forward`, of n embeddings, (n, hidden_size), in the place of tokens; returns the last logits."""
+        with _typed_out_of_memory(len(embeddings), len(embeddings), cache):
+            return self._run({"inputs_embeds": embeddings[None]}, len(embeddings), cache)
+
     def _forward(self, token_ids: Sequence[int] | Tensor, cache: SpanCache, all_logits: bool = False) -> Tensor:
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=self.device).reshape(1, -1)
-        n = ids.shape[-1]
+        return self._run({"input_ids": ids}, ids.shape[-1], cache, all_logits)
+
+    def _run(self, fed: Mapping[str, Tensor], n: int, cache: SpanCache, all_logits: bool = False) -> Tensor:
         before = cache.n_slots
-        positions = torch.arange(cache.next_position, cache.next_position + n, device=ids.device).unsqueeze(0)
+        positions = torch.arange(cache.next_position, cache.next_position + n, device=self.device).unsqueeze(0)
         with self.lock, torch.no_grad(), _inference_mode(self.core), self._attention_over(cache):
             if "dynamic" in self.rope_types:
                 _reset_dynamic_rope(self.core)
             output = self.core(
-                input_ids=ids,
+                **fed,
                 position_ids=positions,
                 attention_mask=self._mask(cache, n),
                 use_cache=True,

@@ -59,7 +59,6 @@ def compacted(cache: SpanCache, keep: Tensor, windows: Sequence[int | None]) -> 
     """The cache with only the pairs that `keep`, (layers, heads, n_slots), names. The last slot stays whole."""
     last = cache.n_slots - 1
     before, kept = cache.view(last), keep[..., :last]
-    before.next_position = int(cache.positions[last])  # there may be a gap before it
     ragged = before.again(kept) if isinstance(before, RaggedCache) else RaggedCache.of(before, kept, windows)
     ragged.extend(cache, last)
     return ragged

@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
 
-from contextmem.adapters import Adapter, FullCopy, LoraAdapter, StoredLora, default_targets
+from contextmem.adapters import FullCopy, LoraAdapter, default_targets
 from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
-from contextmem.errors import IdentityMismatch, InvalidInput, ModelUnavailable, StorageError, UnsupportedEdit
-from contextmem.identity import active_adapters, backbone_identity
+from contextmem.errors import InvalidInput, StorageError, UnsupportedEdit
+from contextmem.identity import backbone_identity
+from contextmem.learned import Learned, folder_of, lora_config, stored_lora
 
 __all__ = ["CONDITIONINGS", "EraserConfig", "KVEraser"]
 
@@ -75,7 +75,7 @@ class EraserConfig:
         return all(self.identity.get(name) == value for name, value in shape.items())
 
 
-class KVEraser:
+class KVEraser(Learned):
     """Learned erasing for one model: a configuration and weights, attached to the model only during the erase pass.
 
     Made by `from_pretrained` (a folder or a hub id) or `untrained`. An untrained eraser computes what the model computed
@@ -85,12 +85,8 @@ class KVEraser:
         config: what it is.
     """
 
-    def __init__(self, config: EraserConfig, adapter: Adapter | StoredLora) -> None:
-        self.config = config
-        self._adapter = adapter
-        self._fitting: WeakKeyDictionary[Any, int] = (
-            WeakKeyDictionary()
-        )  # models that were checked, and how they were then
+    what = "eraser"
+    config: EraserConfig
 
     @classmethod
     def untrained(
@@ -126,7 +122,7 @@ class KVEraser:
             return cls(config, FullCopy.untrained(core))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            lora = _lora_config(rank, alpha, list(targets or default_targets(core)))
+            lora = lora_config(rank, alpha, list(targets or default_targets(core)))
             return cls(config, LoraAdapter.untrained(core, lora))
 
     @classmethod
@@ -137,7 +133,7 @@ class KVEraser:
             ModelUnavailable: there is nothing by that name.
             StorageError: the files are not an eraser's.
         """
-        folder = _folder_of(str(name))
+        folder = folder_of(str(name), "eraser")
         try:
             config = EraserConfig.read(folder) if (folder / _CONFIG).exists() else None
             if config is not None and config.adapter == "full":
@@ -148,15 +144,8 @@ class KVEraser:
 
     @classmethod
     def _lora_from(cls, folder: Path, config: EraserConfig | None) -> Self:
-        from peft import LoraConfig
-        from safetensors.torch import load_file
-
-        lora = LoraConfig.from_pretrained(str(folder))
-        if not isinstance(lora, LoraConfig):
-            raise StorageError(f"{folder} holds an adapter of type {lora.peft_type}, not a LoRA.")
-        weights = load_file(folder / "adapter_model.safetensors")
-        config = config or EraserConfig(base_model=lora.base_model_name_or_path or "")
-        return cls(config, StoredLora(lora, weights))
+        stored = stored_lora(folder)
+        return cls(config or EraserConfig(base_model=stored.config.base_model_name_or_path or ""), stored)
 
     @classmethod
     def _full_from(cls, folder: Path, config: EraserConfig) -> Self:
@@ -180,29 +169,6 @@ class KVEraser:
         except OSError as error:
             raise StorageError(f"the eraser cannot be written to {place}: {error}") from error
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the weights, as they are saved in float16."""
-        return self._adapter.digest()
-
-    def adapter_for(self, backbone: Backbone) -> Adapter:
-        """The weights, ready to be attached to this model.
-
-        Raises:
-            IdentityMismatch: they belong to another model, or another set of active adapters; the message names both.
-        """
-        core = backbone.core
-        with backbone.lock:  # outside the guard of another memory on this model
-            mark = _mark_of(core)
-            if self._fitting.get(core) != mark:
-                self._check_names(backbone, backbone_identity(backbone))
-                if isinstance(self._adapter, StoredLora):
-                    self._adapter = self._adapter.on(core, f"the eraser for {self.config.base_model!r}")
-                self._fitting[core] = mark
-            self._check_adapters(core)
-        assert not isinstance(self._adapter, StoredLora)
-        return self._adapter
-
     def check(self, backbone: Backbone, *, has_question: bool = False) -> None:
         """Raise what `steer` would raise, before anything is computed."""
         self.adapter_for(backbone)
@@ -214,39 +180,6 @@ class KVEraser:
         if self.config.conditioning == "query" and not has_question:
             raise InvalidInput(
                 "this eraser is conditioned on the question: pass method=KVErase(question=...). Nothing was changed."
-            )
-
-    def fits(self, backbone: Backbone) -> bool:
-        """Whether it was trained for this model; active adapters of the user's are checked when erasing."""
-        try:
-            self._check_names(backbone, backbone_identity(backbone))
-        except IdentityMismatch:
-            return False
-        return True
-
-    def _check_names(self, backbone: Backbone, found: dict[str, str]) -> None:
-        expected = self.config.identity
-        here = getattr(backbone.core, "name_or_path", "") or type(backbone.core).__name__
-        left_out = {"adapters", "weights_bfloat16" if backbone.dtype == torch.float16 else "weights_float16"}
-        differing = [name for name in expected if name not in left_out and expected[name] != found.get(name)]
-        if not expected and are_different_models(self.config.base_model, getattr(backbone.core, "name_or_path", "")):
-            differing = ["name"]
-        if differing:
-            raise IdentityMismatch(
-                f"this eraser was trained for {self.config.base_model or 'another model'!r}, the model loaded is {here!r} "
-                f"(differing: {', '.join(differing)}). Nothing was changed.",
-                expected=expected or {"name": self.config.base_model},
-                found={**found, "name": here},
-            )
-
-    def _check_adapters(self, core: Any) -> None:
-        expected, found = self.config.identity.get("adapters", "none"), active_adapters(core)
-        if expected != found:
-            raise IdentityMismatch(
-                f"this eraser was trained with active adapters {expected!r}, the model has {found!r}: the KV it would write "
-                f"is another model's. Disable the adapter or train an eraser with it. Nothing was changed.",
-                expected={"adapters": expected},
-                found={"adapters": found},
             )
 
     def steer(
@@ -304,34 +237,3 @@ class KVEraser:
             seen = asked.select(((0, start), (cache.n_slots, asked.n_slots)))
         seen.next_position = int(cache.positions[start])
         return seen
-
-
-def _lora_config(rank: int, alpha: int, targets: list[str]) -> Any:
-    from peft import LoraConfig
-
-    if rank < 1 or alpha <= 0:
-        raise InvalidInput(f"rank and alpha must be positive, not {rank} and {alpha}.")
-    return LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM")
-
-
-def _folder_of(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelUnavailable(f"the eraser {name!r} is no folder and cannot be fetched: {error}") from error
-
-
-def are_different_models(there: str, here: str) -> bool:
-    """Whether two names surely name different models: both are hub ids. A local copy may lie in any folder."""
-    are_hub_ids = all(name.count("/") == 1 and not name.startswith((".", "/")) for name in (there, here))
-    return are_hub_ids and there.lower() != here.lower()
-
-
-def _mark_of(core: Any) -> int:
-    """Changes when a weight is replaced or written to; cheap."""
-    return hash(tuple((p.data_ptr(), p._version, p.dtype) for p in core.parameters()))

@@ -45,11 +45,12 @@ from contextmem.ledger import KINDS, STATES, Ledger, Segment
 from contextmem.loading import load_pretrained
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
+from contextmem.restorer import RestoreKV
 from contextmem.retraction import Edit, Method, check_cached, choose, method_named
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
 from contextmem.tiers import carried, check_budget, n_tokens_held, opened, shares_held, within
-from contextmem.weights import eraser_for
+from contextmem.weights import eraser_for, restorer_for
 
 __all__ = ["Checkpoint", "ContextMemory"]
 
@@ -88,6 +89,7 @@ class ContextMemory:
         allocation: str = "global",
         full_tier: str | None = None,
         eraser: KVEraser | str | os.PathLike[str] | None = "auto",
+        restorer: RestoreKV | str | os.PathLike[str] | None = "auto",
         chunk_size: int = CHUNK,
     ) -> None:
         """
@@ -105,6 +107,8 @@ class ContextMemory:
                 reading the text again; None frees it.
             eraser: what `retract` erases with: "auto" finds the weights that were trained for this model, if there are any,
                 when they are first needed; a `KVEraser`, a folder or a hub id names them; None switches erasing off.
+            restorer: what makes up for evicted text with a few generated slots: "auto" finds the weights that were trained
+                for this model and evictor, if there are any; a `RestoreKV`, a folder or a hub id names them; None: nothing.
             chunk_size: tokens a forward while prefilling.
 
         Raises:
@@ -122,6 +126,7 @@ class ContextMemory:
         self.chunk_size = chunk_size
         self.backbone = Backbone.of(model)
         self._eraser = _eraser_of(eraser, self.backbone)
+        self._restorer = _restorer_of(restorer)
         self._eviction: dict[str, Any] = {"evictor": evictor, "allocation": allocation, "full_tier": full_tier}
         self._budget = self._budget_of(budget, reserve)
         self._codec = Codec.of(tokenizer)
@@ -891,7 +896,14 @@ class ContextMemory:
         """`state` with what is beyond `budget` evicted, and an event if there was anything."""
         with Progress("compact", state.n_slots, 0, progress) as bar:
             after = within(
-                self.backbone, self._codec, self._framing, budget, state, chunk=self.chunk_size, step=self._step(bar)
+                self.backbone,
+                self._codec,
+                self._framing,
+                budget,
+                state,
+                self._restorer(self.backbone, budget.evictor.name),
+                chunk=self.chunk_size,
+                step=self._step(bar),
             )
         if after is not state:
             after.check()
@@ -1025,6 +1037,18 @@ def _eraser_of(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
         return found
 
     return find
+
+
+def _restorer_of(option: Any) -> Callable[[Backbone, str], RestoreKV | None]:
+    """What gives the restorer for a model and an evictor when it is needed."""
+    if option is None or isinstance(option, RestoreKV):
+        return lambda backbone, evictor: option
+    if option == "auto":
+        return restorer_for
+    if not isinstance(option, str | os.PathLike):
+        raise InvalidInput(f"restorer must be 'auto', a RestoreKV, a folder, a hub id or None, not {option!r}.")
+    named = RestoreKV.from_pretrained(os.fspath(option))
+    return lambda backbone, evictor: named
 
 
 def _n_tokens(spans: Iterable[Segment]) -> int:

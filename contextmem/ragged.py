@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from contextmem.cache import Lease, SpanCache, SpanLayer, Storage
+from contextmem.cache import Lease, Slots, SpanCache, SpanLayer, Storage
 from contextmem.errors import UnsupportedEdit
 
 __all__ = ["Kept", "RaggedCache", "RaggedLayer"]
@@ -26,7 +27,7 @@ class Kept:
     """Slots that one layer kept, a list entry a KV head.
 
     Attributes:
-        slots: (n_h,) sorted numbers of the slots of head h.
+        slots: (n_h,) sorted numbers of the slots of head h; restore slots are numbered on from the cache's offset.
         keys, values: (n_h, head_dim) each.
     """
 
@@ -49,6 +50,12 @@ class Kept:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
+def _stays(keep: Tensor, slots: Tensor, offset: int) -> Tensor:
+    """Which of the kept slots stay; restore slots, numbered from `offset` on, never do."""
+    early = slots < offset
+    return early & keep[slots.where(early, torch.zeros_like(slots))]
+
+
 def _packed(heads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The same tensors as views of one buffer, so that a layer is one allocation."""
     return torch.split(torch.cat(list(heads)), [len(head) for head in heads])
@@ -58,7 +65,7 @@ class RaggedLayer(SpanLayer):
     """One layer of a `RaggedCache`; stands for its own keys and values and computes the attention over both parts."""
 
     def __init__(self, lease: Lease, index: int, length: int, kept: Kept, cache: RaggedCache) -> None:
-        self.kept, self._positions, self._tail_position = kept, cache.kept_positions, cache.tail_position
+        self.kept, self._cache = kept, ref(cache)
         self._offset, self._window = cache.offset, cache.windows[index]
         super().__init__(lease, index, length)
 
@@ -75,16 +82,20 @@ class RaggedLayer(SpanLayer):
         grouped = query.reshape(n_heads, -1, query.shape[-1]) * scaling  # the group's queries one after the other
         tail = grouped @ self.keys[0].transpose(-1, -2)
         at = position_ids.reshape(-1)
+        early: Tensor | None = None
         if n > 1 or self._window is not None:
-            where = torch.arange(self._tail_position, self._tail_position + self.length, device=at.device)
+            cache = self._cache()
+            assert cache is not None
+            where = torch.cat((cache.positions[self._offset :].to(at.device), at))[: self.length]
             tail = _hidden(tail, self._is_seen(at, where))
-        return torch.cat([self._head(h, grouped[h], tail[h], at) for h in range(n_heads)]).reshape(query.shape)
+            early = cache.early_positions if self._window is not None else None
+        return torch.cat([self._head(h, grouped[h], tail[h], at, early) for h in range(n_heads)]).reshape(query.shape)
 
-    def _head(self, head: int, query: Tensor, tail: Tensor, at: Tensor) -> Tensor:
+    def _head(self, head: int, query: Tensor, tail: Tensor, at: Tensor, positions: Tensor | None) -> Tensor:
         keys, values = self.kept.keys[head], self.kept.values[head]
         early = query @ keys.T
-        if self._window is not None:
-            early = _hidden(early, self._is_seen(at, self._positions[self.kept.slots[head]].to(at.device)))
+        if positions is not None:
+            early = _hidden(early, self._is_seen(at, positions[self.kept.slots[head]].to(at.device)))
         weights = torch.cat((early, tail), dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
         n = len(keys)
         return torch.addmm(weights[:, n:] @ self.values[0, head], weights[:, :n], values)
@@ -107,15 +118,17 @@ class RaggedCache(SpanCache):
     Attributes:
         kept: what was kept, an entry a layer.
         windows: tokens that a layer sees, or None, an entry a layer.
-        kept_positions: (offset,) positions of the slots before `offset`, kept or not.
-        tail_position: position of the first slot after them.
+        early_positions: positions of the slots before `offset`, kept or not, and of restore slots.
+        n_restore: restore slots, which every head holds beside those of its choice.
     """
+
+    n_restore: int = 0
 
     def __init__(
         self, kept: Sequence[Kept], windows: Sequence[int | None], positions: Tensor, turns: Tensor, next_position: int
     ) -> None:
         self.kept, self.windows = tuple(kept), tuple(windows)
-        self.kept_positions, self.tail_position, self.offset = positions, next_position, len(positions)
+        self.early_positions, self.offset = positions, len(positions)
         self.positions, self.turns, self.next_position = positions, turns, next_position
         self._attach(Lease(Storage(len(kept), 0), 0), len(kept), 0)
 
@@ -131,7 +144,7 @@ class RaggedCache(SpanCache):
         kept = []
         for index, (layer, old) in enumerate(zip(self.layers, self.kept, strict=True)):
             tail = Kept.of(layer.keys, layer.values, keep[index, :, n:])
-            still = [keep[index, h].cpu()[slots] for h, slots in enumerate(old.slots)]
+            still = [_stays(keep[index, h].cpu(), slots, n) for h, slots in enumerate(old.slots)]
             parts = {
                 name: _packed(
                     [
@@ -145,14 +158,36 @@ class RaggedCache(SpanCache):
             kept.append(Kept(slots, **parts))
         return RaggedCache(kept, self.windows, self.positions, self.turns, self.next_position)
 
+    def restored(self, slots: Slots, position: int) -> RaggedCache:
+        """With restore slots, (1, heads, n, head_dim) a layer, in every head; they stand at `position` and on.
+
+        The next token comes after them. A later compaction drops them.
+        """
+        n = slots[0][0].shape[2]
+        numbers = torch.arange(self.offset, self.offset + n)
+        kept = [
+            Kept(
+                tuple(torch.cat((s, numbers)) for s in old.slots),
+                _packed([torch.cat((old.keys[h], keys[0, h])) for h in range(keys.shape[1])]),
+                _packed([torch.cat((old.values[h], values[0, h])) for h in range(values.shape[1])]),
+            )
+            for old, (keys, values) in zip(self.kept, slots, strict=True)
+        ]
+        other = RaggedCache(kept, self.windows, self.positions[: self.offset], self.turns[: self.offset], position + n)
+        other.early_positions = torch.cat((other.positions, torch.arange(position, position + n)))
+        other.n_restore = n
+        other.extend(self, self.offset)
+        other.next_position = position + n
+        return other
+
     def held(self) -> Tensor:
-        """Which slots each head holds, (layers, heads, n_slots)."""
+        """Which slots each head holds, restore slots aside, (layers, heads, n_slots)."""
         n_heads = len(self.kept[0].slots)
         mask = torch.zeros(len(self.kept), n_heads, self.n_slots, dtype=torch.bool)
         mask[:, :, self.offset :] = True
         for index, kept in enumerate(self.kept):
             for head, slots in enumerate(kept.slots):
-                mask[index, head, slots] = True
+                mask[index, head, slots[slots < self.offset]] = True
         return mask
 
     def _attach(self, lease: Lease, n_layers: int, length: int) -> None:
@@ -169,17 +204,18 @@ class RaggedCache(SpanCache):
             raise UnsupportedEdit("slots before a compaction are not addressable one by one. Nothing was changed.")
         other = RaggedCache.__new__(RaggedCache)
         other.kept, other.windows, other.offset = self.kept, self.windows, self.offset
-        other.kept_positions, other.tail_position = self.kept_positions, self.tail_position
+        other.early_positions, other.n_restore = self.early_positions, self.n_restore
         n_stored = len(positions) - self.offset
         other._attach(Lease(storage, n_stored), len(self.layers), n_stored)
         other.positions, other.turns, other.next_position = positions, turns, next_position
         return other
 
     def view(self, length: int | None = None) -> SpanCache:
-        """As of a dense cache; the slots before the compaction stay together."""
-        if length is not None and length == self.offset:
-            return self._with(self.lease.storage, self.positions[:length], self.turns[:length], self.tail_position)
-        return super().view(length)
+        """As of a dense cache. The slots before the compaction, the one after them, and restore slots stay together."""
+        other = super().view(length)
+        if self.n_restore:
+            other.next_position = max(other.next_position, int(self.early_positions[-1]) + 1)
+        return other
 
     def release(self) -> None:
         """Let go of the buffers."""
@@ -199,6 +235,7 @@ class RaggedCache(SpanCache):
     def tensors(self) -> dict[str, Tensor]:
         """Everything needed to rebuild the cache, by name: the tail as of a dense cache, and what was kept."""
         named = super().tensors()
+        named["kept.positions"] = self.early_positions.clone()
         for index, kept in enumerate(self.kept):
             named[f"kept.counts.{index}"] = torch.tensor([len(slots) for slots in kept.slots])
             for name in ("slots", "keys", "values"):
@@ -210,8 +247,8 @@ class RaggedCache(SpanCache):
         cls,
         named: dict[str, Tensor],
         next_position: int,
-        tail_position: int,
         offset: int,
+        n_restore: int,
         windows: Sequence[int | None],
     ) -> RaggedCache:
         """The inverse of `tensors`."""
@@ -221,7 +258,8 @@ class RaggedCache(SpanCache):
             slots, keys, values = (torch.split(named[f"kept.{n}.{index}"], counts) for n in ("slots", "keys", "values"))
             kept.append(Kept(slots, _packed([k.to(device) for k in keys]), _packed([v.to(device) for v in values])))
         positions, turns = named["positions"], named["turns"]
-        cache = cls(kept, windows, positions[:offset], turns[:offset], tail_position)
+        cache = cls(kept, windows, positions[:offset], turns[:offset], next_position)
+        cache.early_positions, cache.n_restore = named["kept.positions"], n_restore
         cache.lease.claim(0, len(positions) - offset)
         for index, layer in enumerate(cache.layers):
             layer.update(named[f"keys.{index}"], named[f"values.{index}"])

@@ -83,7 +83,8 @@ class State:
         lengths = {layer.get_seq_length() for layer in cache.layers} | {len(cache.positions), len(cache.turns)}
         if lengths != {n}:
             raise InconsistentState(f"the ledger has {n} slots, the cache has {sorted(lengths)}")
-        if cache.next_position != (int(cache.positions[-1]) + 1 if n else 0):
+        after = int(cache.positions[-1]) + 1 if n else 0
+        if cache.next_position < after or (cache.next_position > after and not self.is_compacted):
             raise InconsistentState(f"the next position is {cache.next_position}, not the one after the last slot")
         if not 0 <= self.exact_slots <= n or not torch.equal(
             cache.positions[: self.exact_slots], torch.arange(self.exact_slots)

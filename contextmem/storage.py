@@ -149,7 +149,7 @@ def _state(
     if compaction is None:
         cache = SpanCache.from_tensors(n_layers, kv, manifest["next_position"])
     else:
-        placed = (compaction[name] for name in ("tail_position", "offset", "windows"))
+        placed = (compaction[name] for name in ("offset", "n_restore", "windows"))
         cache = RaggedCache.from_kept(kv, manifest["next_position"], *placed)
     return State(
         ledger,
@@ -165,7 +165,7 @@ def _compaction(state: State) -> dict[str, Any] | None:
     if not isinstance(state.cache, RaggedCache):
         return None
     return {
-        "tail_position": state.cache.tail_position,
+        "n_restore": state.cache.n_restore,
         "offset": state.cache.offset,
         "windows": list(state.cache.windows),
         "full_next_position": state.full.next_position if state.full is not None else None,

@@ -17,9 +17,10 @@ from contextmem.eviction.base import N_SINK, Reading
 from contextmem.framing import Framing
 from contextmem.ledger import Ledger, Segment
 from contextmem.ragged import RaggedCache
+from contextmem.restorer import RestoreKV
 from contextmem.state import State, Step, rebuilt
 
-__all__ = ["carried", "check_budget", "n_tokens_held", "opened", "shares_held", "within"]
+__all__ = ["carried", "check_budget", "n_tokens_held", "opened", "restores", "shares_held", "within"]
 
 
 def n_tokens_held(state: State) -> float:
@@ -69,11 +70,21 @@ def check_budget(budget: Budget, ledger: Ledger) -> None:
 
 
 def within(
-    backbone: Backbone, codec: Codec, framing: Framing, budget: Budget, state: State, *, chunk: int, step: Step = None
+    backbone: Backbone,
+    codec: Codec,
+    framing: Framing,
+    budget: Budget,
+    state: State,
+    restorer: RestoreKV | None = None,
+    *,
+    chunk: int,
+    step: Step = None,
 ) -> State:
     """`state` itself if it is within `budget`; else one in which enough was evicted to leave the reserve free.
 
-    Steering blocks that take more than a quarter of the budget are recomputed away first.
+    Steering blocks that take more than a quarter of the budget are recomputed away first. The slots of a `restorer` are
+    generated over everything that is still there, the full tier where there is one, and take their part of the budget; where
+    they would take more than a quarter of it, or their positions are not free, they are left out.
     """
     if n_tokens_held(state) <= budget.n_tokens:
         return state
@@ -87,20 +98,32 @@ def within(
         if n_tokens_held(state) <= budget.n_tokens:
             return state
     check_budget(budget, state.ledger)
+    n_restore = restorer.n if restorer is not None and restores(restorer, backbone, budget, state) else 0
     scores = _scored(backbone, codec, framing, budget, state, step)
     held = state.cache.held() if isinstance(state.cache, RaggedCache) else torch.ones_like(scores, dtype=torch.bool)
     ranked = scores.masked_fill(~held, float("-inf"))
     ranked = unseen_last(ranked, state.cache.positions, state.cache.next_position, backbone.windows)
-    n_keep = budget.target * scores.shape[0] * scores.shape[1]
+    n_keep = (budget.target - n_restore) * scores.shape[0] * scores.shape[1]
     keep = chosen(ranked, protected(state.ledger), n_keep, budget.allocation)
     full = _full(state, budget)
+    cache = compacted(state.cache, keep, backbone.windows)
+    if n_restore:
+        assert restorer is not None
+        seen = full if full is not None else state.cache
+        cache = cache.restored(restorer.slots(backbone, seen), seen.next_position)
     return State(
         ledger=state.ledger,
-        cache=compacted(state.cache, keep, backbone.windows),
+        cache=cache,
         exact_slots=state.exact_slots if full is not None else 0,
         full=full,
         scores=scores,
     )
+
+
+def restores(restorer: RestoreKV, backbone: Backbone, budget: Budget, state: State) -> bool:
+    """Whether restore slots are worth their place: at most a quarter of what is kept, and positions are left for them."""
+    position = state.cache.next_position
+    return 4 * restorer.n <= budget.target and position + restorer.n + budget.reserve <= backbone.context_length
 
 
 def opened(backbone: Backbone, state: State) -> State:

@@ -10,7 +10,7 @@ from torch import Tensor
 from contextmem.eviction.base import Reading, register
 from contextmem.rope import rerotated
 
-__all__ = ["ExpectedAttention"]
+__all__ = ["ExpectedAttention", "expected_scores"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ class ExpectedAttention:
         angles = reading.backbone.angles()
         return torch.stack(
             [
-                _expected(rerotated(torch.cat(queries[index], dim=2), old, new, angles[index]), keys, values)
+                expected_scores(rerotated(torch.cat(queries[index], dim=2), old, new, angles[index]), keys, values)
                 for index, (keys, values) in enumerate(reading.layers())
             ]
         )
 
 
-def _expected(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def expected_scores(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Scores, (heads, n), for queries (1, query heads, m, d) at their future places, keys and values (heads, n, d)."""
     heads, _, dim = keys.shape
     group = query[0].float().reshape(heads, -1, dim)
     mean = group.mean(1)

@@ -10,27 +10,45 @@ from contextmem.backbone import Backbone
 from contextmem.embedded import cache_home
 from contextmem.eraser import EraserConfig, KVEraser
 from contextmem.errors import StorageError
+from contextmem.restorer import RestoreKV, RestorerConfig
 
-__all__ = ["eraser_for"]
+__all__ = ["eraser_for", "restorer_for"]
 
-_FOUND: WeakKeyDictionary[Any, KVEraser] = WeakKeyDictionary()
+_ERASERS: WeakKeyDictionary[Any, KVEraser] = WeakKeyDictionary()
+_RESTORERS: WeakKeyDictionary[Any, dict[str, RestoreKV]] = WeakKeyDictionary()
 
 
 def eraser_for(backbone: Backbone) -> KVEraser | None:
     """The eraser that was trained for this model: shipped here, or in `cache_home()/weights`; None if there is none."""
     core = backbone.core
-    for folder in () if core in _FOUND else _folders():
+    for folder in () if core in _ERASERS else _folders("eraser_config.json"):
         try:
             if EraserConfig.read(folder).is_for(backbone) and (eraser := KVEraser.from_pretrained(folder)).fits(
                 backbone
             ):
-                _FOUND[core] = eraser
+                _ERASERS[core] = eraser
                 break
         except StorageError:  # somebody's damaged folder must not keep others from being found
             continue
-    return _FOUND.get(core)
+    return _ERASERS.get(core)
 
 
-def _folders() -> list[Path]:
+def restorer_for(backbone: Backbone, evictor: str) -> RestoreKV | None:
+    """The restorer that was trained for this model beside this evictor; None if there is none."""
+    found = _RESTORERS.setdefault(backbone.core, {})
+    for folder in () if evictor in found else _folders("restorer_config.json"):
+        try:
+            config = RestorerConfig.read(folder)
+            if config.evictor != evictor or not config.is_for(backbone):
+                continue
+            if (restorer := RestoreKV.from_pretrained(folder)).fits(backbone):
+                found[evictor] = restorer
+                break
+        except StorageError:
+            continue
+    return found.get(evictor)
+
+
+def _folders(config: str) -> list[Path]:
     homes = (Path(__file__).parent, cache_home() / "weights")
-    return sorted(file.parent for home in homes for file in home.glob("*/eraser_config.json"))
+    return sorted(file.parent for home in homes for file in home.glob(f"*/{config}"))

@@ -1,0 +1,173 @@
+"""RestoreKV: a few generated slots beside an evicted cache, which carry what the evicted ones said.
+
+Source: RestoreKV. n learned embeddings are run once through the adapter-carrying backbone over the full cache, at the
+positions after it; the KV they get joins the evicted cache in every layer and head. The adapter is off for everything else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from contextmem.adapters import Adapter, LoraAdapter, StoredLora, default_targets
+from contextmem.backbone import Backbone
+from contextmem.cache import Slots, SpanCache
+from contextmem.errors import InvalidInput, StorageError
+from contextmem.identity import backbone_identity
+from contextmem.learned import Learned, folder_of, lora_config, stored_lora
+
+__all__ = ["RestoreKV", "RestorerConfig"]
+
+_CONFIG, _EMBEDDINGS = "restorer_config.json", "restore_embeddings.safetensors"
+_INITIAL_DEVIATION = 0.02
+
+
+@dataclass(frozen=True)
+class RestorerConfig:
+    """What a restorer is, beside its weights.
+
+    Attributes:
+        evictor: name of the evictor it was trained beside; with another one it is a transfer.
+        base_model: name of the model it was trained for.
+        identity: see `identity.backbone_identity`; empty for published adapters, which do not say.
+        training: how it was trained, for the reader.
+    """
+
+    evictor: str = ""
+    base_model: str = ""
+    identity: dict[str, str] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> RestorerConfig:
+        """What `folder` says.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            return cls(**json.loads((folder / _CONFIG).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(f"{folder / _CONFIG} cannot be read: {error}") from error
+
+    def is_for(self, backbone: Backbone) -> bool:
+        """Whether architecture and number of layers are those of the model: quick, and not enough."""
+        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
+        return all(self.identity.get(name) == value for name, value in shape.items())
+
+
+class RestoreKV(Learned):
+    """Learned restoring for one model.
+
+    Made by `from_pretrained` (a folder or a hub id) or `untrained`; `contextmem.training` trains one.
+
+    Attributes:
+        config: what it is.
+        embeddings: (n, hidden_size) float32.
+    """
+
+    what = "restorer"
+    config: RestorerConfig
+
+    def __init__(self, config: RestorerConfig, adapter: Adapter | StoredLora, embeddings: Tensor) -> None:
+        super().__init__(config, adapter)
+        self.embeddings = nn.Parameter(embeddings.float(), requires_grad=False)
+
+    @classmethod
+    def untrained(
+        cls, model: Any, *, n: int = 8, rank: int = 8, alpha: int = 16, evictor: str = "kvzip", seed: int = 0
+    ) -> Self:
+        """A fresh restorer for `model`: embeddings from N(0, 0.02), LoRA on attention and MLP projections.
+
+        Args:
+            n: restore slots.
+            rank, alpha: of the LoRA matrices.
+            evictor: what it will be trained beside.
+            seed: of the initial weights.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise InvalidInput(f"a restorer has at least one slot, not {n!r}.")
+        backbone = Backbone.of(model)
+        core = backbone.core
+        config = RestorerConfig(evictor, str(getattr(core, "name_or_path", "") or ""), backbone_identity(backbone))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            width = core.get_input_embeddings().weight.shape[1]
+            embeddings = torch.randn(n, width) * _INITIAL_DEVIATION
+            lora = lora_config(rank, alpha, default_targets(core, mlp=True))
+            return cls(config, LoraAdapter.untrained(core, lora), embeddings)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> Self:
+        """A restorer from a local folder or a hub id: a LoRA in PEFT's layout and `restore_embeddings.safetensors`.
+
+        Raises:
+            ModelUnavailable: there is nothing by that name.
+            StorageError: the files are not a restorer's.
+        """
+        from safetensors.torch import load_file
+
+        folder = folder_of(str(name), cls.what)
+        try:
+            stored = stored_lora(folder)
+            (embeddings,) = load_file(folder / _EMBEDDINGS).values()
+            known = RestorerConfig(base_model=stored.config.base_model_name_or_path or "")
+            config = RestorerConfig.read(folder) if (folder / _CONFIG).exists() else known
+            return cls(config, stored, embeddings.reshape(-1, embeddings.shape[-1]))
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+            raise StorageError(f"{name} holds no restorer that can be read: {error}") from error
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
+        """Write configuration, LoRA and embeddings in the published layout, weights as `dtype`.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            self._adapter.save(place, dtype)
+            save_file(
+                {"restore_embeddings": self.embeddings.detach().to("cpu", dtype).contiguous()}, place / _EMBEDDINGS
+            )
+            (place / _CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+        except OSError as error:
+            raise StorageError(f"the restorer cannot be written to {place}: {error}") from error
+
+    @property
+    def n(self) -> int:
+        """Restore slots."""
+        return len(self.embeddings)
+
+    def first(self, n: int) -> RestoreKV:
+        """The same restorer with only its first `n` embeddings."""
+        if not 1 <= n <= self.n:
+            raise InvalidInput(f"this restorer has {self.n} embeddings, {n!r} cannot be used.")
+        return type(self)(replace(self.config), self._adapter, self.embeddings.detach()[:n])
+
+    def slots(self, backbone: Backbone, cache: SpanCache) -> Slots:
+        """The KV of the restore slots over `cache`, (1, heads, n, head_dim) a layer; `cache` stays as it is.
+
+        They stand at `cache.next_position` and on.
+
+        Raises:
+            IdentityMismatch: see `adapter_for`.
+        """
+        adapter = self.adapter_for(backbone)
+        seen = cache.view()
+        with backbone.lock, adapter.attached(backbone.core) as core:
+            runner = Backbone.of(core)
+            embeddings = self.embeddings.detach().to(runner.device, runner.dtype)
+            runner.forward_embeddings(embeddings, seen)
+        first = seen.n_slots - seen.offset - self.n
+        slots = [(layer.keys[:, :, first:].clone(), layer.values[:, :, first:].clone()) for layer in seen.layers]
+        seen.release()
+        return slots
