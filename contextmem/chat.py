@@ -22,6 +22,7 @@ Anything else than a command is asked, and question and answer are kept.
   /add FILE               put a text file into the context
   /segments               what stands in the context
   /retract ID [METHOD]    take a segment out; ID is its id, key or number in /segments
+  /budget [SIZE|off]      most tokens (or bytes, as 512MB) to hold; alone: what is held
   /undo                   take back the last change
   /save PATH, /load PATH  to a file, from a file
   /stats                  tokens and bytes
@@ -38,6 +39,7 @@ class Chat:
             "/add": self.add,
             "/segments": self.segments,
             "/retract": self.retract,
+            "/budget": self.budget,
             "/undo": self.undo,
             "/save": self.save,
             "/load": self.load,
@@ -125,6 +127,14 @@ class Chat:
         self.console.print(report_line(report), highlight=False)
         if report.dependents:
             self.console.print(f"[yellow]derived from it and still there: {', '.join(report.dependents)}[/yellow]")
+
+    def budget(self, size: str | None = None) -> None:
+        """/budget [SIZE|off]"""
+        if size is not None:
+            self.memory.set_budget(None if size == "off" else int(size) if size.isdecimal() else size)
+        stats = self.memory.stats()
+        limit = f"a budget of {stats.budget:,}" if stats.budget is not None else "no budget"
+        self.console.print(f"{stats.tokens_held:,.0f} of {stats.n_tokens:,} tokens held, {limit}", highlight=False)
 
     def undo(self) -> None:
         """/undo"""

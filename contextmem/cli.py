@@ -65,6 +65,7 @@ def chat(
     model: ModelOption = EMBEDDED,
     system: Annotated[str | None, typer.Option(help="System text.")] = None,
     load: Annotated[Path | None, typer.Option(help="Continue a saved memory.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Most tokens to hold, or bytes as 512MB.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
 ) -> None:
     """Talk to a model and edit its context while you do. /help lists the commands."""
@@ -72,7 +73,12 @@ def chat(
         from contextmem.chat import Chat
         from contextmem.memory import ContextMemory
 
-        memory = ContextMemory.from_pretrained(model, system=system) if load is None else ContextMemory.load(load)
+        limit: dict[str, Any] = {} if budget is None else {"budget": int(budget) if budget.isdecimal() else budget}
+        memory = (
+            ContextMemory.from_pretrained(model, system=system, **limit)
+            if load is None
+            else ContextMemory.load(load, **limit)
+        )
         Chat(memory, Console(), max_new_tokens).run()
 
 

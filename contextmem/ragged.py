@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from contextmem.cache import Lease, Slots, SpanCache, SpanLayer, Storage
 from contextmem.errors import UnsupportedEdit
 
-__all__ = ["Kept", "RaggedCache", "RaggedLayer"]
+__all__ = ["Kept", "RaggedCache", "RaggedLayer", "attention_over", "is_seen"]
 
 
 @dataclass(frozen=True)
@@ -78,32 +78,57 @@ class RaggedLayer(SpanLayer):
 
     def attend(self, query: Tensor, scaling: float, position_ids: Tensor) -> Tensor:
         """Attention of the last n slots' queries, (1, heads, n, head_dim), over kept slots and tail; see `Attended`."""
-        n, n_heads = query.shape[-2], self.keys.shape[1]
-        grouped = query.reshape(n_heads, -1, query.shape[-1]) * scaling  # the group's queries one after the other
-        tail = grouped @ self.keys[0].transpose(-1, -2)
         at = position_ids.reshape(-1)
-        early: Tensor | None = None
-        if n > 1 or self._window is not None:
+        seen_tail: Tensor | None = None
+        seen_kept: list[Tensor] | None = None
+        if len(at) > 1 or self._window is not None:
             cache = self._cache()
             assert cache is not None
             where = torch.cat((cache.positions[self._offset :].to(at.device), at))[: self.length]
-            tail = _hidden(tail, self._is_seen(at, where))
-            early = cache.early_positions if self._window is not None else None
-        return torch.cat([self._head(h, grouped[h], tail[h], at, early) for h in range(n_heads)]).reshape(query.shape)
+            seen_tail = is_seen(at, where, self._window)
+            if self._window is not None:
+                places = (cache.early_positions[slots].to(at.device) for slots in self.kept.slots)
+                seen_kept = [is_seen(at, place, self._window) for place in places]
+        return attention_over(query * scaling, self.kept, self.keys, self.values, seen_tail, seen_kept)
 
-    def _head(self, head: int, query: Tensor, tail: Tensor, at: Tensor, positions: Tensor | None) -> Tensor:
-        keys, values = self.kept.keys[head], self.kept.values[head]
-        early = query @ keys.T
-        if positions is not None:
-            early = _hidden(early, self._is_seen(at, positions[self.kept.slots[head]].to(at.device)))
-        weights = torch.cat((early, tail), dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
-        n = len(keys)
-        return torch.addmm(weights[:, n:] @ self.values[0, head], weights[:, :n], values)
 
-    def _is_seen(self, at: Tensor, where: Tensor) -> Tensor:
-        """Whether queries at positions `at` see keys at positions `where`, (len(at), len(where))."""
-        ahead = at[:, None] - where[None, :]
-        return (ahead >= 0) if self._window is None else (ahead >= 0) & (ahead < self._window)
+def attention_over(
+    query: Tensor,
+    kept: Kept,
+    keys: Tensor,
+    values: Tensor,
+    seen_tail: Tensor | None = None,
+    seen_kept: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """One softmax over what each head kept and a dense tail; differentiable in all of them.
+
+    Args:
+        query: (1, query heads, n, head_dim), scaled.
+        keys, values: (1, heads, m, head_dim), the tail.
+        seen_tail: (n, m) whether a query sees a slot of the tail; None: all do.
+        seen_kept: the same for what was kept, (n, n_h) a head.
+
+    Returns:
+        (1, query heads, n, head_dim).
+    """
+    n_heads = keys.shape[1]
+    grouped = query.reshape(n_heads, -1, query.shape[-1])  # a group's queries one after the other
+    tail = grouped @ keys[0].transpose(-1, -2)
+    tail = tail if seen_tail is None else _hidden(tail, seen_tail)
+    outputs = []
+    for head in range(n_heads):
+        early = grouped[head] @ kept.keys[head].T
+        early = early if seen_kept is None else _hidden(early, seen_kept[head])
+        weights = torch.cat((early, tail[head]), dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+        n = early.shape[-1]
+        outputs.append(torch.addmm(weights[:, n:] @ values[0, head], weights[:, :n], kept.values[head]))
+    return torch.cat(outputs).reshape(query.shape)
+
+
+def is_seen(at: Tensor, where: Tensor, window: int | None) -> Tensor:
+    """Whether queries at positions `at` see keys at positions `where`, (len(at), len(where))."""
+    ahead = at[:, None] - where[None, :]
+    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
 def _hidden(scores: Tensor, seen: Tensor) -> Tensor:

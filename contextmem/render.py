@@ -95,13 +95,16 @@ def show_saved(manifest: dict[str, Any], console: Console) -> None:
 
 def stats_table(stats: Stats) -> Table:
     """Share of every span in the cache."""
-    table = _table("Context", "id", "kind", "state", ">tokens", ">KiB")
+    table = _table("Context", "id", "kind", "state", ">tokens", ">held", ">KiB")
     for row in stats.segments:
-        table.add_row(row.id, row.kind, row.state, f"{row.n_tokens:,}", f"{row.nbytes / 1024:,.0f}")
+        table.add_row(row.id, row.kind, row.state, f"{row.n_tokens:,}", f"{row.held:.0%}", f"{row.nbytes / 1024:,.0f}")
     table.add_section()
-    table.add_row("in use", "", "", f"{stats.n_tokens:,}", f"{stats.nbytes_used / 1024:,.0f}")
-    table.add_row("capacity", "", "", "", f"{stats.nbytes_held / 1024:,.0f}")
-    table.add_row("context length", "", "", f"{stats.context_length:,}", "")
+    held = f"{stats.tokens_held / max(1, stats.n_tokens):.0%}"
+    table.add_row("in use", "", "", f"{stats.n_tokens:,}", held, f"{stats.nbytes_used / 1024:,.0f}")
+    table.add_row("capacity", "", "", "", "", f"{stats.nbytes_held / 1024:,.0f}")
+    if stats.budget is not None:
+        table.add_row("budget", "", "", f"{stats.budget:,}", "", "")
+    table.add_row("context length", "", "", f"{stats.context_length:,}", "", "")
     return table
 
 

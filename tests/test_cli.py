@@ -124,8 +124,9 @@ def test_chat_adds_asks_retracts_and_undoes(tmp_path: Path) -> None:
     assert len(session.memory.segments()) == 1
     session.handle(f"/load {tmp_path / 'm.ctx'}")
     assert session.memory.token_ids == before
-    for command in ("/segments", "/stats", "/help"):
+    for command in ("/segments", "/stats", "/help", "/budget", "/budget 30", "/budget off", "/budget 1MB"):
         session.handle(command)
+    assert "no budget" in out.getvalue() and "a budget of 30" in out.getvalue()
     assert "A note." in out.getvalue() and "capacity" in out.getvalue() and "/retract ID" in out.getvalue()
 
 
@@ -139,6 +140,8 @@ def test_chat_adds_asks_retracts_and_undoes(tmp_path: Path) -> None:
         "/retract 1 vanish",
         "/undo",
         "/load nowhere",
+        "/budget lots",
+        "/budget 2",
         "/dance",
     ],
 )

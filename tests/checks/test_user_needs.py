@@ -35,6 +35,7 @@ from oracle import (
 )
 from tiny import CHATML, build, tiny_config, tiny_model, tiny_tokenizer
 
+import contextmem.weights
 from contextmem import (
     Cancelled,
     ContextMemory,
@@ -389,6 +390,59 @@ def test_u15_greedy_flips_only_at_near_ties(smol: ContextMemory) -> None:
         assert float(logits.max() - logits[token]) <= limit
     check = smol.verify()
     assert check.is_equal and check.floor > 0 and check.kl < 1e-6
+
+
+def test_u16_a_size_and_not_a_ratio() -> None:
+    memory = new(budget=256, evictor="kvzip")
+    memory.append("t" * 200)
+    free = new()
+    free.append("t" * 200)
+    assert torch.equal(memory.logits("?"), free.logits("?")), "within the budget nothing is touched"
+    layers, heads = memory.backbone.n_layers, memory.model.config.num_key_value_heads
+    pair = memory.backbone.slot_nbytes // (layers * heads)
+    for n in (300, 2000):
+        memory.append("".join(f"{i} " for i in range(n))[:n])
+        tensors = memory._state.cache.tensors()
+        measured = sum(t.nbytes for name, t in tensors.items() if "keys" in name or "values" in name)
+        assert measured <= 256 * layers * heads * pair
+        assert memory.nbytes <= (256 + 257) * layers * heads * pair
+    with pytest.raises(ContextOverflow) as caught:
+        new(budget=40, system="s" * 100)
+    assert new(budget=caught.value.needed, system="s" * 100).seq_length > 100
+
+
+@pytest.mark.parametrize("evictor", ["kvzip", "snapkv"])
+def test_u17_what_is_kept_does_not_depend_on_what_was_asked(evictor: str) -> None:
+    asked, quiet = (new(evictor=evictor) for _ in range(2))
+    for memory in (asked, quiet):
+        memory.append("The first fact is that the gate is green. The second one: the tower has nine bells. " * 3)
+    asked.ask("Of what colour is the gate?", max_new_tokens=3)
+    for memory in (asked, quiet):
+        memory.set_budget(120)
+    assert same_tensors(layer_tensors(asked), layer_tensors(quiet))
+    assert torch.equal(asked.logits("How many bells?"), quiet.logits("How many bells?"))
+
+
+@pytest.mark.smollm2
+def test_u18_shipped_weights_load_and_fit_one_model_only(smollm2: tuple[Any, Any]) -> None:
+    memory = ContextMemory(*smollm2)
+    segments = [
+        memory.append(text) for text in ("One. ", "Two, which goes. ", "Three, and a good deal more of it. " * 3)
+    ]
+    assert memory.retract(segments[1]).method == "kveraser"
+    folder = next(Path(contextmem.weights.__file__).parent.glob("eraser-*"))
+    other = new(eraser=folder)
+    segments = [other.append(text) for text in ("One. ", "Two, which goes. ", "Three, and more of it. " * 3)]
+    before = snapshot(other)
+    with pytest.raises(IdentityMismatch) as caught:
+        other.retract(segments[1], method="kveraser")
+    assert caught.value.expected and caught.value.found and caught.value.expected != caught.value.found
+    assert_unchanged(other, before)
+    without = new(eraser=None)
+    segments = [without.append(text) for text in ("One. ", "Two. ", "Three, and more of it. " * 3)]
+    with pytest.raises(UnsupportedEdit, match="eraser="):
+        without.retract(segments[1], method="kveraser")
+    assert without.retract(segments[1], method="recompute").guarantee == "exact"
 
 
 # --------------------------------------------------------------------------- F. persistence
