@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -251,6 +251,47 @@ def train_eraser(
         plan = TrainingPlan.read(config, flags)
         train_eraser(*load_pretrained(model), plan, out, dtype=dtype)
         Console().print(f"the eraser is in {out / 'eraser'}, its loss curve in {out / 'loss.png'}", highlight=False)
+
+
+@train.command("restorer")
+def train_restorer(
+    out: Annotated[
+        Path, typer.Option(help="Folder for checkpoints, loss curve and the restorer; a stopped run goes on.")
+    ],
+    model: ModelOption = EMBEDDED,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a RestorerPlan.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the frozen model's weights.")] = "bfloat16",
+    text: Annotated[list[str] | None, typer.Option(help="Files or folders of background text.")] = None,
+    qa: Annotated[
+        list[str] | None, typer.Option(help="JSONL files, or Hugging Face datasets, of questions with documents.")
+    ] = None,
+    start: Annotated[str | None, typer.Option(help="Folder or hub id of a restorer to train on.")] = None,
+    evictor: Annotated[str | None, typer.Option(help="What chooses the slots that stay.")] = None,
+    n: Annotated[int | None, typer.Option(help="Restore slots.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of the LoRA matrices.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate of the LoRA matrices.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initial weights and samples.")] = None,
+) -> None:
+    """Train a restorer; stop it at any time and start it again to go on."""
+    with _clean_errors(), _extra("train"):
+        from contextmem.loading import load_pretrained
+        from contextmem.training.restorer import RestorerPlan, train_restorer
+
+        flags = {
+            "text": text,
+            "qa": qa,
+            "start": start,
+            "evictor": evictor,
+            "n": n,
+            "rank": rank,
+            "steps": steps,
+            "lr": lr,
+            "seed": seed,
+        }
+        plan = RestorerPlan.read(config, flags)
+        train_restorer(*load_pretrained(model), plan, out, dtype=dtype)
+        Console().print(f"the restorer is in {out / 'restorer'}, its loss curve in {out / 'loss.png'}", highlight=False)
 
 
 def _labelled(pair: str) -> tuple[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
 from contextmem.eraser import KVEraser
-from contextmem.errors import InvalidInput
 from contextmem.framing import framing_of
 from contextmem.identity import backbone_identity
 from contextmem.training.layout import Layout
 from contextmem.training.objective import EraserObjective
+from contextmem.training.plan import Plan, claim, curve
 from contextmem.training.prose import TRAIN, prose_of
 from contextmem.training.samples import Source
 from contextmem.training.samples.distractor_qa import DistractorQaSource, questions_of
@@ -39,7 +37,7 @@ _SHARE_LONE = 0.15  # of needle contexts
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(Plan):
     """Everything that determines a training run, together with the model. Files hold the same names (TOML).
 
     Attributes:
@@ -83,23 +81,6 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         check_choice("target", self.target, ("teacher", "answer"))
 
-    @classmethod
-    def read(cls, path: str | Path | None, changes: Mapping[str, Any]) -> TrainingPlan:
-        """A plan from a TOML file, with `changes` that are not None on top.
-
-        Raises:
-            InvalidInput: the file cannot be read, or holds a name that a plan has not.
-        """
-        try:
-            values = tomllib.loads(Path(path).read_text()) if path is not None else {}
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise InvalidInput(f"the configuration {path} cannot be read: {error}") from None
-        values |= {name: value for name, value in changes.items() if value not in (None, [], ())}
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise InvalidInput(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}.")
-        return cls(**{name: _frozen(value) for name, value in values.items()})
-
     def stages(self) -> tuple[Stage, Stage]:
         """The two runs."""
         qa = self.qa_share if self.qa else 0.0
@@ -136,7 +117,7 @@ def train_eraser(
     adapter = eraser.adapter_for(backbone)
     adapter.module.float().requires_grad_(True)
     with process.main_process_first():
-        _claim(folder, plan, eraser.config.identity)
+        claim(folder, plan, eraser.config.identity)
     objective = EraserObjective(backbone, adapter, eraser.config.conditioning, plan.target)
     logs: dict[str, list[dict[str, Any]]] = {}
     for stage in plan.stages():
@@ -152,7 +133,7 @@ def train_eraser(
     trained = _described(eraser, plan, logs, before)
     if process.is_main_process:
         trained.save_pretrained(folder / "eraser")
-        _plot(logs, folder / "loss.png", _YLABELS[plan.target])
+        curve(logs, folder / "loss.png", _YLABELS[plan.target])
     return trained
 
 
@@ -189,47 +170,9 @@ def _sources(plan: TrainingPlan) -> dict[str, Source]:
 
 def _described(eraser: KVEraser, plan: TrainingPlan, logs: Mapping[str, Any], before: Mapping[str, Any]) -> KVEraser:
     """The eraser with a record of its training, and of the one before if it was trained on."""
-    settings = asdict(plan)
-    settings["start"] = dict(before) if plan.start else None
-    settings["text"], settings["qa"] = ([Path(p).name for p in paths] for paths in (plan.text, plan.qa))
+    settings = plan.record(before)
     settings["contexts"] = {
         stage.name: stage.steps * stage.contexts_per_step for stage in plan.stages() if stage.name in logs
     }
-    eraser.config = replace(eraser.config, training=json.loads(json.dumps(settings)))
+    eraser.config = replace(eraser.config, training=settings)
     return eraser
-
-
-def _claim(folder: Path, plan: TrainingPlan, identity: Mapping[str, str]) -> None:
-    """Bind the folder to the plan and the model, so that a resumed run cannot mix two."""
-    record, text = folder / "plan.json", json.dumps({**asdict(plan), "identity": dict(identity)}, indent=2)
-    if record.exists() and record.read_text() != text:
-        raise InvalidInput(
-            f"{folder} holds a run with another plan: choose another folder, or the settings in {record}."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(text)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
-
-
-def _plot(logs: Mapping[str, list[dict[str, Any]]], path: Path, ylabel: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(logs), figsize=(5.5 * len(logs), 3.6), layout="constrained", squeeze=False)
-    for axis, (name, history) in zip(axes[0], logs.items(), strict=True):
-        points = [(row["step"], row["loss"]) for row in history if "loss" in row]
-        axis.plot(*zip(*points, strict=True), color="0.75", linewidth=1)
-        smooth = [
-            sum(v for _, v in points[max(0, i - 4) : i + 1]) / len(points[max(0, i - 4) : i + 1])
-            for i in range(len(points))
-        ]
-        axis.plot([step for step, _ in points], smooth)
-        axis.set(title=name, xlabel="optimizer steps", ylabel=ylabel, ylim=(0, None))
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -12,13 +12,13 @@ from transformers import DynamicCache
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots
 
-__all__ = ["answer_logits", "joined", "steering"]
+__all__ = ["answer_logits", "cache_of", "joined", "steering"]
 
 
 def steering(core: Any, backbone: Backbone, seen: Slots, ids: Sequence[int], position: int) -> Slots:
     """The KV of `ids` at `position` and on, computed by `core` over what is `seen`; differentiable in its weights."""
     kept, trained = seen[0][0].dtype, core.get_input_embeddings().weight.dtype
-    cache = _cache_of(_cast(seen, trained))
+    cache = cache_of(_cast(seen, trained))
     _run(core, backbone, ids, cache, position, 1)
     n = len(ids)
     return _cast([(layer.keys[:, :, -n:], layer.values[:, :, -n:]) for layer in cache.layers], kept)
@@ -29,7 +29,7 @@ def answer_logits(
 ) -> Tensor:
     """Logits, (len(answer), vocab), for every token of `answer` after `question` over `context`, teacher-forced."""
     ids = [*question, *answer[:-1]]
-    logits = _run(backbone.core, backbone, ids, _cache_of(context), position, len(answer))
+    logits = _run(backbone.core, backbone, ids, cache_of(context), position, len(answer))
     return logits[0].float()
 
 
@@ -45,7 +45,8 @@ def _cast(slots: Slots, dtype: torch.dtype) -> Slots:
     return [(keys.to(dtype), values.to(dtype)) for keys, values in slots]
 
 
-def _cache_of(slots: Slots) -> DynamicCache:
+def cache_of(slots: Slots) -> DynamicCache:
+    """A cache of transformers' own, which concatenates what is added."""
     cache = DynamicCache()
     for index, (keys, values) in enumerate(slots):
         cache.update(keys, values, index)

@@ -6,9 +6,9 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 from contextmem.training.layout import Layout
-from contextmem.training.samples.base import Sample, Source
 
 __all__ = ["Samples", "Stage", "fit"]
 
@@ -31,6 +30,7 @@ class Stage:
         contexts_per_step: contexts whose gradients are added up in one step.
         lr: peak learning rate; warm-up over a twentieth of the steps, then cosine.
         mix: share of each source of samples.
+        rates: learning rates of parameters by the beginning of their names, as multiples of `lr`.
     """
 
     name: str
@@ -38,20 +38,29 @@ class Stage:
     contexts_per_step: int
     lr: float
     mix: Mapping[str, float]
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
-class Samples(Dataset[Sample]):
+class Drawing(Protocol):
+    """What samples are drawn from."""
+
+    def sample(self, layout: Layout, rng: random.Random) -> Any:
+        """A new sample; the same `rng` state gives the same one."""
+        ...
+
+
+class Samples(Dataset[Any]):
     """Samples by number: the same seed and number give the same sample, on any machine and after any restart."""
 
     def __init__(
-        self, layout: Layout, sources: Mapping[str, Source], mix: Mapping[str, float], n: int, seed: str
+        self, layout: Layout, sources: Mapping[str, Drawing], mix: Mapping[str, float], n: int, seed: str
     ) -> None:
         self._layout, self._sources, self._mix, self._n, self._seed = layout, sources, mix, n, seed
 
     def __len__(self) -> int:
         return self._n
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, number: int) -> Any:
         rng = random.Random(f"{self._seed}-{number}")
         name = rng.choices(list(self._mix), weights=list(self._mix.values()))[0]
         return self._sources[name].sample(self._layout, rng)
@@ -89,7 +98,8 @@ def fit(
         dataloader_pin_memory=False,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several devices are for `accelerate launch`, a process each
-    trainer = _EraserTrainer(model=objective, args=arguments, train_dataset=samples, data_collator=_only_one)
+    trainer = _Trainer(model=objective, args=arguments, train_dataset=samples, data_collator=_only_one)
+    trainer.rates = stage.rates
     trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     history: list[dict[str, Any]] = trainer.state.log_history
     if trainer.is_world_process_zero():
@@ -103,8 +113,22 @@ def _last_checkpoint(folder: Path) -> str | None:
     return str(max(whole, key=lambda place: int(place.name.rpartition("-")[2]))) if whole else None
 
 
-class _EraserTrainer(Trainer):  # type: ignore[misc]
+class _Trainer(Trainer):  # type: ignore[misc]
     """Saves and loads what is trained, and takes the samples in order: they are random by their number already."""
+
+    rates: Mapping[str, float]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "optimizer", None) is None and self.rates:
+            named = list(self.model.named_parameters())
+            groups = [
+                {"params": [p for n, p in named if n.startswith(start)], "lr": rate * self.args.learning_rate}
+                for start, rate in self.rates.items()
+            ]
+            groups.append({"params": [p for n, p in named if not n.startswith(tuple(self.rates))]})
+            decay = self.args.weight_decay
+            self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate, weight_decay=decay)
+        return super().create_optimizer(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -132,5 +156,5 @@ class _EraserTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
 
-def _only_one(batch: Sequence[Sample]) -> dict[str, Any]:
+def _only_one(batch: Sequence[Any]) -> dict[str, Any]:
     return {"sample": batch[0]}

@@ -1,0 +1,207 @@
+"""Training a restorer: the model with a compacted cache and restore slots learns to say what it says with all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contextmem.backbone import Backbone
+from contextmem.cache import Slots, SpanCache
+from contextmem.codec import Codec
+from contextmem.compaction import chosen, unseen_last
+from contextmem.eviction import Evictor, Reading, evictor_named
+from contextmem.eviction.base import N_SINK
+from contextmem.framing import framing_of
+from contextmem.ragged import Kept
+from contextmem.restorer import RestoreKV
+from contextmem.training.compacted import student_logits
+from contextmem.training.layout import Layout
+from contextmem.training.passes import cache_of
+from contextmem.training.plan import Plan, claim, curve
+from contextmem.training.prose import TRAIN, prose_of
+from contextmem.training.recall import RecallSample, RecallSource
+from contextmem.training.samples.distractor_qa import questions_of
+from contextmem.training.trainer import Samples, Stage, fit
+
+__all__ = ["RestorerObjective", "RestorerPlan", "train_restorer"]
+
+_LONGEST_ANSWER = 24
+
+
+@dataclass(frozen=True)
+class RestorerPlan(Plan):
+    """Everything that determines a training run, together with the model. Files hold the same names (TOML).
+
+    Attributes:
+        text: files or folders of background text; none: half of the topics of Python's language reference.
+        qa: JSONL files with questions and documents; none leaves them out.
+        start: folder or hub id of a restorer to train on, in place of a fresh one with the three next settings.
+        n, rank, alpha: see `RestoreKV.untrained`.
+        evictor: what chooses the slots that stay.
+        steps: optimizer steps.
+        contexts_per_step: contexts whose gradients are added up in one step.
+        lr: peak learning rate of the LoRA matrices; that of the embeddings is four times as high.
+        sizes: (fewest, most) tokens of a context.
+        shares: (least, most) part of the pairs that is kept, restore slots included.
+        save_steps: optimizer steps between checkpoints.
+        seed: of initial weights and samples.
+    """
+
+    text: tuple[str, ...] = ()
+    qa: tuple[str, ...] = ()
+    start: str = ""
+    n: int = 8
+    rank: int = 8
+    alpha: int = 16
+    evictor: str = "kvzip"
+    steps: int = 300
+    contexts_per_step: int = 2
+    lr: float = 5e-4
+    sizes: tuple[int, int] = (320, 1024)
+    shares: tuple[float, float] = (0.025, 0.25)
+    save_steps: int = 25
+    seed: int = 42
+
+
+class RestorerObjective(nn.Module):
+    """One module whose forward takes a sample and returns its loss, so that data-parallel wrappers work.
+
+    The loss is the symmetric KL divergence, halved and averaged over answer tokens, between the model over the full cache
+    and over the compacted one with restore slots (RestoreKV). Its parameters are the restorer's alone.
+    """
+
+    def __init__(self, backbone: Backbone, codec: Codec, restorer: RestoreKV, evictor: Evictor) -> None:
+        super().__init__()
+        self.embeddings = restorer.embeddings
+        adapter = restorer.adapter_for(backbone)
+        self.adapter = adapter.module
+        self._held = (backbone, codec, adapter, evictor)
+        self.seen, self.kept, self.total = 0, 0, 0.0  # questions met and trained on, and their losses; for the log
+
+    def forward(self, sample: RecallSample) -> dict[str, Tensor]:
+        """The mean loss over the sample's questions."""
+        backbone = self._held[0]
+        with torch.no_grad():
+            full = backbone.new_cache()
+            backbone.prefill(sample.context, full)
+            kept = self._kept(sample, full)
+        restored = self._restored(full)
+        losses = []
+        for question in sample.questions:
+            answer, taught = _taught(backbone, full, question, sample.end)
+            told = student_logits(backbone, kept, restored, full.next_position, question, answer)
+            losses.append(symmetric_kl(taught, told))
+        self.seen += len(losses)
+        self.kept += len(losses)
+        self.total += sum(float(loss.detach()) for loss in losses)
+        return {"loss": torch.stack(losses).mean()}
+
+    def _kept(self, sample: RecallSample, full: SpanCache) -> list[Kept]:
+        """What a compaction to the sample's share keeps beside the restore slots."""
+        backbone, codec, _, evictor = self._held
+        framing = framing_of(codec)
+        scores = evictor.scores(Reading(backbone, codec, framing, full, sample.context, 0)).float()
+        scores = unseen_last(scores, full.positions, full.next_position, backbone.windows)
+        protected = torch.zeros(full.n_slots, dtype=torch.bool)
+        n_opening = max(N_SINK, len(framing.bare_opening))
+        protected[:n_opening] = True
+        n_free = max(0, int(sample.share * (full.n_slots - n_opening)) - len(self.embeddings))
+        keep = chosen(scores, protected, (n_opening + n_free) * scores.shape[0] * scores.shape[1])
+        return [Kept.of(layer.keys, layer.values, keep[index]) for index, layer in enumerate(full.layers)]
+
+    def _restored(self, full: SpanCache) -> Slots:
+        """The restore slots, differentiable in embeddings and adapter."""
+        backbone, _, adapter, _ = self._held
+        n = len(self.embeddings)
+        where = torch.arange(full.next_position, full.next_position + n, device=backbone.device)[None]
+        with adapter.attached(backbone.core) as core:
+            dtype = core.get_input_embeddings().weight.dtype
+            cache = cache_of([(layer.keys, layer.values) for layer in full.layers])
+            core(
+                inputs_embeds=self.embeddings[None].to(dtype),
+                position_ids=where,
+                use_cache=True,
+                logits_to_keep=1,
+                **{backbone.cache_argument: cache},
+            )
+        return [(layer.keys[:, :, -n:], layer.values[:, :, -n:]) for layer in cache.layers]
+
+
+@torch.no_grad()
+def _taught(backbone: Backbone, full: SpanCache, question: Sequence[int], end: int) -> tuple[Sequence[int], Tensor]:
+    """The answer that the model gives with the full cache, and its logits, (len(answer), vocab)."""
+    asked = full.view()
+    logits, ids = [backbone.prefill(question, asked)], []
+    while True:
+        ids.append(int(logits[-1].argmax()))
+        if ids[-1] == end or len(ids) == _LONGEST_ANSWER:
+            asked.release()
+            return ids, torch.stack(logits)
+        logits.append(backbone.forward(ids[-1:], asked))
+
+
+def symmetric_kl(one: Tensor, other: Tensor) -> Tensor:
+    """Half the sum of both KL divergences, averaged over rows of logits."""
+    p, q = one.log_softmax(-1), other.log_softmax(-1)
+    forward = F.kl_div(q, p, log_target=True, reduction="batchmean")
+    return (forward + F.kl_div(p, q, log_target=True, reduction="batchmean")) / 2
+
+
+def train_restorer(
+    model: Any, tokenizer: Any, plan: RestorerPlan, folder: str | Path, *, dtype: torch.dtype | str = torch.bfloat16
+) -> RestoreKV:
+    """Train a restorer for `model` and save it in `folder`/restorer.
+
+    A run that was stopped goes on from its last checkpoint when it is started again with the same plan and folder.
+
+    Args:
+        model: frozen here, cast to `dtype`, and moved to the device of this process. The restorer fits it in any type.
+        dtype: of the frozen weights while training.
+
+    Raises:
+        InvalidInput: `folder` holds a run with another plan, or of another model.
+    """
+    folder = Path(folder)
+    prose = prose_of(*plan.text, part=None if plan.text else TRAIN)
+    source = RecallSource(prose, questions_of(*plan.qa) if plan.qa else (), plan.sizes, plan.shares)
+    model.eval().requires_grad_(False)
+    process = PartialState()
+    backbone, codec = Backbone.of(model), Codec.of(tokenizer)
+    restorer = _restorer(model, plan)
+    before = restorer.config.training
+    model.to(process.device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    adapter = restorer.adapter_for(backbone)
+    adapter.module.float().requires_grad_(True)
+    restorer.embeddings.requires_grad_(True)
+    with process.main_process_first():
+        claim(folder, plan, restorer.config.identity)
+    objective = RestorerObjective(backbone, codec, restorer, evictor_named(plan.evictor))
+    stage = Stage("run", plan.steps, plan.contexts_per_step, plan.lr, {source.name: 1.0}, {"embeddings": 4.0})
+    layout = Layout(codec, framing_of(codec))
+    n = plan.steps * plan.contexts_per_step * process.num_processes
+    samples = Samples(layout, {source.name: source}, stage.mix, n, f"{plan.seed}-restorer")
+    log = fit(objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps)
+    adapter.module.eval().requires_grad_(False)
+    restorer.embeddings.requires_grad_(False)
+    restorer.config = replace(restorer.config, training=plan.record(before))
+    if process.is_main_process:
+        restorer.save_pretrained(folder / "restorer")
+        curve({stage.name: log}, folder / "loss.png", "symmetric KL from the full cache, nats a token")
+    return restorer
+
+
+def _restorer(model: Any, plan: RestorerPlan) -> RestoreKV:
+    if not plan.start:
+        return RestoreKV.untrained(
+            model, n=plan.n, rank=plan.rank, alpha=plan.alpha, evictor=plan.evictor, seed=plan.seed
+        )
+    restorer = RestoreKV.from_pretrained(plan.start)
+    restorer.adapter_for(Backbone.of(model))
+    return restorer
