@@ -112,6 +112,40 @@ def test_kvzip_is_the_most_attention_while_the_text_is_repeated(name: str, chunk
     assert torch.allclose(KvZip(chunk=chunk).scores(reading), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_kvzip_plus_counts_what_a_slot_adds(name: str) -> None:
+    """Eager weights of the rehearsal times |W_O v| over the norm of the hidden state that the query was made from."""
+    model = tiny_model(name)
+    reading = reading_of(model)
+    ids = reading.token_ids
+    asked = (*reading.codec.encode("\n\nRepeat the text above word for word."), *reading.framing.answer_open, *ids)
+    hidden: list[torch.Tensor] = []
+    layers = model.get_decoder().layers
+    with torch.no_grad():
+        states = model(torch.tensor([[*ids, *asked]]), output_hidden_states=True).hidden_states
+        hidden = [layer.input_layernorm(states[i])[0, len(ids) :] for i, layer in enumerate(layers)]
+    expected = torch.zeros(4, 2, reading.n)
+    for index, given in enumerate(weights_of(model, [ids, asked])):
+        weight = layers[index].self_attn.o_proj.weight.detach()
+        for head in range(2):
+            for group in range(2):
+                columns = weight[:, (2 * head + group) * 8 : (2 * head + group + 1) * 8]
+                added = (reading.cache.layers[index].values[0, head] @ columns.T).norm(dim=-1)
+                norms = hidden[index].norm(dim=-1)[:, None]
+                contribution = given[head, group, :, : reading.n] * added / norms.where(norms > 0, torch.inf)
+                expected[index, head] = torch.maximum(expected[index, head], contribution.amax(0))
+    assert torch.isfinite(expected).all()
+    assert torch.allclose(EVICTORS["kvzip_plus"].scores(reading), expected, rtol=1e-3, atol=1e-5)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in layers)
+
+
+def test_contrastkv_lifts_structure_and_nothing_else() -> None:
+    reading = reading_of(tiny_model("llama"))
+    plain, scores = EVICTORS["kvzip"].scores(reading), EVICTORS["contrastkv"].scores(reading)
+    lifted = scores > plain
+    assert (scores >= plain).all() and 0 < int(lifted.sum()) <= 4 * 2 * round(0.06 * reading.n)
+
+
 def test_knorm_and_streaming_llm() -> None:
     reading = reading_of(tiny_model("llama"), start=10)
     scores = EVICTORS["knorm"].scores(reading)

@@ -44,13 +44,15 @@ class KvZip:
         return scores
 
 
-def rehearsed(reading: Reading, chunk: int, visit: Rehearsed) -> None:
+def rehearsed(reading: Reading, chunk: int, visit: Rehearsed, text: tuple[int, ...] | None = None) -> None:
     """Let the model repeat the slots to score, part by part, and show the attention that each part gets.
+
+    `text`, as long as the slots to score, is fed in the place of their own tokens.
 
     `visit` is called with weights (group, queries, stop - start) for the slots `start` to `stop`, counted from the first
     one to score.
     """
-    for start, stop, ids in _parts(reading, chunk):
+    for start, stop, ids in _parts(reading, chunk, text or reading.token_ids):
         cache = reading.cache.view()
 
         def watch(layer: int, query: Tensor, keys: Any, start: int = start, stop: int = stop) -> None:
@@ -68,14 +70,14 @@ def rehearsed(reading: Reading, chunk: int, visit: Rehearsed) -> None:
         cache.release()
 
 
-def _parts(reading: Reading, chunk: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _parts(reading: Reading, chunk: int, text: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Slots of each part, and what is fed to have it repeated: a request, and the part itself as the answer."""
     encode, opened = reading.codec.encode, reading.framing.answer_open
     for start in range(0, reading.n, chunk):
         stop = min(start + chunk, reading.n)
-        lead = reading.token_ids[max(0, start - _N_LEAD) : start]
+        lead = text[max(0, start - _N_LEAD) : start]
         asked = (*encode(_GO_ON), *lead) if start else encode(_REPEAT)
-        yield start, stop, (*asked, *opened, *reading.token_ids[start:stop])
+        yield start, stop, (*asked, *opened, *text[start:stop])
 
 
 def _n_held(keys: Any, head: int) -> int:
