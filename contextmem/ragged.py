@@ -76,6 +76,11 @@ class RaggedLayer(SpanLayer):
     def get_seq_length(self) -> int:
         return self._offset + self.length
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of dense keys, for wrappers round attention functions that look at it."""
+        return (*self.keys.shape[:2], self.get_seq_length(), self.keys.shape[-1])
+
     def attend(self, query: Tensor, scaling: float, position_ids: Tensor) -> Tensor:
         """Attention of the last n slots' queries, (1, heads, n, head_dim), over kept slots and tail; see `Attended`."""
         at = position_ids.reshape(-1)

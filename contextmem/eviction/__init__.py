@@ -12,10 +12,12 @@ from contextmem.eviction import (
     streaming_llm,
 )
 from contextmem.eviction.base import EVICTORS, Evictor, Reading, evictor_named, register
+from contextmem.eviction.kvpress import KVPressEvictor
 
 __all__ = [
     "EVICTORS",
     "Evictor",
+    "KVPressEvictor",
     "Reading",
     "contrastkv",
     "evictor_named",
