@@ -153,7 +153,7 @@ def niah(
         from contextmem.evals.niah.measure import METHODS
         from contextmem.evals.niah.run import run
 
-        chosen = tuple(name.strip() for name in methods.split(",") if name.strip()) or METHODS
+        chosen = _names(methods) or METHODS
         for name in chosen:
             check_choice("a method", name, METHODS)
         print(
@@ -200,6 +200,60 @@ def span_neighbour(
                 dtype=dtype,
                 text=text or (),
                 n_samples=samples,
+                seed=seed,
+                command=_command(),
+            )
+        )
+
+
+@evaluate.command()
+def ruler(
+    out: Annotated[Path, typer.Option(help="Folder for rows, metrics, table and plot; a run adds to its rows.")] = Path(
+        "evals/ruler/results"
+    ),
+    model: ModelOption = EMBEDDED,
+    restorer: Annotated[
+        list[str] | None, typer.Option(help="EVICTOR=FOLDER or hub id, repeatable; default: the shipped ones.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of the weights; default: the checkpoint's.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Files or folders of background text; default: Python's reference.")
+    ] = None,
+    qa: Annotated[list[Path] | None, typer.Option(help="JSONL files of questions with one document, for qa_1.")] = None,
+    hops: Annotated[
+        list[Path] | None, typer.Option(help="JSONL files of questions with several documents, for qa_2.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Names with commas; default: all.")] = "",
+    evictors: Annotated[str, typer.Option(help="Names with commas; default: all.")] = "",
+    ratios: Annotated[str, typer.Option(help="Parts that are kept, with commas, such as 0.1,0.3.")] = "",
+    samples: Annotated[
+        list[str] | None, typer.Option(help="TOKENS=N, repeatable; default: 25 cases a task at 1,024 and 2,048.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the cases.")] = 0,
+) -> None:
+    """Ask a compacted memory: RULER-style tasks by evictor and budget, with and without restore slots."""
+    with _clean_errors(), _extra("evals"):
+        from contextmem.evals.ruler import TASKS
+        from contextmem.evals.ruler.run import run
+        from contextmem.eviction import EVICTORS
+
+        for name in _names(tasks):
+            check_choice("a task", name, tuple(TASKS))
+        for name in _names(evictors):
+            check_choice("an evictor", name, tuple(EVICTORS))
+        print(
+            run(
+                out,
+                model_name=model,
+                restorers=dict(_labelled(pair) for pair in restorer) if restorer else None,
+                dtype=dtype,
+                text=text or (),
+                qa=qa or (),
+                hops=hops or (),
+                tasks=_names(tasks),
+                evictors=_names(evictors),
+                ratios=_ratios(ratios),
+                samples=_counts(samples),
                 seed=seed,
                 command=_command(),
             )
@@ -292,6 +346,20 @@ def train_restorer(
         plan = RestorerPlan.read(config, flags)
         train_restorer(*load_pretrained(model), plan, out, dtype=dtype)
         Console().print(f"the restorer is in {out / 'restorer'}, its loss curve in {out / 'loss.png'}", highlight=False)
+
+
+def _names(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+def _ratios(numbers: str) -> tuple[float, ...]:
+    try:
+        ratios = tuple(float(number) for number in _names(numbers))
+    except ValueError:
+        ratios = (0.0,)
+    if not all(0 < ratio < 1 for ratio in ratios):
+        raise InvalidInput(f"ratios are numbers between 0 and 1, with commas between them, not {numbers!r}.")
+    return ratios
 
 
 def _labelled(pair: str) -> tuple[str, str]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import build, tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
-from contextmem import ContextMemory, InvalidInput, KVEraser
+from contextmem import ContextMemory, InvalidInput, KVEraser, RestoreKV
 from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.niah.measure import METHODS, PROBES
 from contextmem.evals.niah.run import run as run_niah
 from contextmem.evals.niah.samples import derived_haystack, filled, haystack_of
 from contextmem.evals.rows import RowLog
+from contextmem.evals.ruler import TASKS, Case, Material
+from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
 from contextmem.retraction import METHODS as RETRACTIONS
 from contextmem.training.layout import Layout
 from contextmem.training.prose import HELD_OUT, prose_of
+from contextmem.training.samples.distractor_qa import questions_of
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +105,65 @@ def test_niah_rows_add_up_and_hold_no_text(place: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 0 and json.loads((tmp_path / "metrics.json").read_text())[
         "seed"
     ] == 0
+
+
+class TestRuler:
+    @pytest.fixture
+    def material(self, tmp_path: Path) -> Material:
+        memory = ContextMemory(build(tiny_config("llama")), tiny_tokenizer())
+        record = {"question": "Where is the castle?", "answers": ["Prague"]}
+        documents = [{"title": f"T{i}", "text": f"Text {i} is long.", "supporting": False} for i in range(3)]
+        documents.append({"title": "Castles", "text": "The castle stands in Prague.", "supporting": True})
+        (tmp_path / "qa.jsonl").write_text(json.dumps(record | {"documents": documents}))
+        asked = questions_of(tmp_path / "qa.jsonl")
+        layout = Layout(memory._codec, memory._framing)
+        return Material(layout, prose_of(part=HELD_OUT), asked, asked)
+
+    @pytest.mark.parametrize("name", list(TASKS))
+    def test_the_context_holds_what_is_asked(self, material: Material, name: str) -> None:
+        case = TASKS[name](material, random.Random(3), 3000)
+        assert case == TASKS[name](material, random.Random(3), 3000)
+        assert case is not None and all(answer in case.context for answer in case.answers)
+        assert not any(answer in case.question + case.prefix for answer in case.answers)
+        assert case.score(" and ".join(case.answers).upper()) == 1.0 and case.score("nothing") == 0.0
+        if name not in ("qa_1", "qa_2"):
+            assert 0.7 * 3000 < material.length(case.context) < 1.2 * 3000
+
+    def test_there_are_thirteen_and_some_need_files(self, material: Material) -> None:
+        assert len(TASKS) == 13
+        without = Material(material.layout, material.prose)
+        assert TASKS["qa_1"](without, random.Random(0), 500) is None
+
+    def test_partial_scores(self, material: Material) -> None:
+        case = TASKS["niah_multivalue"](material, random.Random(1), 2000)
+        assert case is not None and len(case.answers) == 4 and case.score(case.answers[0]) == 0.25
+        tracked = TASKS["vt"](material, random.Random(1), 2000)
+        assert tracked is not None and len(tracked.answers) == 5
+
+    def test_rows_add_up(self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Case, "score", lambda self, answer: 1.0)  # a random model answers nothing rightly
+        model = AutoModelForCausalLM.from_pretrained(place / "model")
+        RestoreKV.untrained(model, n=4, evictor="knorm").save_pretrained(tmp_path / "restorer")
+        options: Any = {
+            "model_name": str(place / "model"),
+            "tasks": ("niah_single_2", "vt"),
+            "evictors": ("knorm", "snapkv"),
+            "ratios": (0.2,),
+            "restorers": {"knorm": str(tmp_path / "restorer"), "snapkv": str(tmp_path / "restorer")},
+            "say": lambda _: None,
+        }
+        run_ruler(tmp_path / "out", samples={600: 1}, **options)
+        rows = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+        methods = {"full cache", "knorm@0.2", "knorm+restore@0.2", "snapkv@0.2", "snapkv+transfer@0.2"}
+        assert len(rows) == 2 * 5 and {row["method"] for row in rows} == methods
+        held = {row["method"]: row["held"] for row in rows if row["task"] == "vt"}
+        assert held["knorm+restore@0.2"] == pytest.approx(held["knorm@0.2"], abs=1)
+        assert held["knorm@0.2"] == pytest.approx(0.2 * held["full cache"], rel=0.1)
+        table = run_ruler(tmp_path / "out", samples={600: 2}, **options)
+        again = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+        assert again[:10] == rows and len(again) == 20
+        assert all(f"| {method} |" in table for method in methods - {"full cache"})
+        assert (tmp_path / "out/plot.png").stat().st_size > 0
 
 
 def test_span_neighbour_rows_add_up(place: Path, tmp_path: Path) -> None:

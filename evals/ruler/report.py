@@ -1,0 +1,142 @@
+"""Tables, metrics and a plot of the RULER-style rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from contextmem.evals.bootstrap import mean_interval
+from contextmem.evals.environment import environment
+from contextmem.evals.rows import RowLog
+from contextmem.evals.ruler.base import NEEDLE_FAMILY, TASKS
+from contextmem.evals.ruler.measure import FULL
+
+__all__ = ["summary", "write_report"]
+
+_CAN_DO = 0.5  # mean score of the full cache from which a task says something about eviction
+Row = dict[str, Any]
+
+
+def summary(log: RowLog) -> dict[str, Any]:
+    """Every figure of the report, by size."""
+    return {str(size): _of_size(log, size) for size in sorted({row["size"] for row in log.rows})}
+
+
+def _of_size(log: RowLog, size: int) -> dict[str, Any]:
+    full = {task: list(log.of(size=size, task=task, method=FULL)) for task in TASKS}
+    scores = {task: mean(row["score"] for row in rows) for task, rows in full.items() if rows}
+    can_do = [task for task, score in scores.items() if score >= _CAN_DO]
+    methods = sorted({row["method"] for row in log.of(size=size)} - {FULL}, key=_order)
+    return {
+        "full": {task: {"score": score, "n": len(full[task])} for task, score in scores.items()},
+        "can_do": can_do,
+        "methods": {method: _of_method(log, size, method, can_do) for method in methods},
+    }
+
+
+def _of_method(log: RowLog, size: int, method: str, can_do: list[str]) -> dict[str, Any]:
+    """Scores are over cases in which the full cache scores; the rest was not measured."""
+    rows = [row for row in log.of(size=size, method=method) if row["task"] in can_do]
+    base = {row["id"]: row["score"] for row in log.of(size=size, method=FULL)}
+    family = [row for row in rows if row["task"] in NEEDLE_FAMILY]
+    figures: dict[str, Any] = {
+        "tasks": {task: mean(scores) for task in can_do if (scores := [r["score"] for r in rows if r["task"] == task])},
+        "n": len(rows),
+    }
+    if family:
+        figures["needles"] = mean_interval([row["score"] for row in family])
+        figures["needles_full"] = mean(base[row["id"]] for row in family)
+    if rows:
+        figures |= {
+            "kl": mean(row["kl"] for row in rows),
+            "held": median(row["held"] for row in rows),
+            "nbytes": median(row["nbytes"] for row in rows),
+            "build_s": median(row["score_s"] + row["build_s"] for row in rows),
+        }
+    return figures
+
+
+def _order(method: str) -> tuple[str, float, str]:
+    name, _, ratio = method.partition("@")
+    return name.partition("+")[0], float(ratio), name
+
+
+def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> str:
+    """Write metrics.json, table.md and plot.png; returns the table."""
+    figures = summary(log)
+    used = {**environment(), "dtype": dtype}
+    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
+    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+    lines = [
+        "# RULER-style tasks on a compacted memory",
+        "",
+        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
+        "",
+        "The context is compacted before the question is known; `@` is the part of its key-value pairs that is kept,",
+        "restore slots included. Score: share of the expected strings found in the answer. Tables hold tasks that the full",
+        f"cache does (mean score of at least {_CAN_DO}), over the cases in which it scores at all; `Full cache` tells its",
+        "means over all cases. Brackets: 95 % bootstrap intervals. `KL`: from the full cache, nats, mean over the first 16",
+        "tokens of its answer.",
+    ]
+    for size, one in figures.items():
+        lines += ["", f"## {int(size):,} tokens", "", *_full_table(one), "", *_table(one)]
+    table = "\n".join(lines) + "\n"
+    (folder / "table.md").write_text(table)
+    _plot(figures, folder / "plot.png")
+    return table
+
+
+def _full_table(one: dict[str, Any]) -> list[str]:
+    cells = [f"{task} {row['score']:.2f} (n={row['n']})" for task, row in one["full"].items()]
+    left_out = [task for task in one["full"] if task not in one["can_do"]]
+    return [
+        "Full cache: " + ", ".join(cells) + ".",
+        *([f"Left out, because the full cache cannot do them: {', '.join(left_out)}."] if left_out else []),
+    ]
+
+
+def _table(one: dict[str, Any]) -> list[str]:
+    tasks = one["can_do"]
+    lines = [
+        "| method | needles | " + " | ".join(tasks) + " | KL | tokens held | MB | score + build, s | n |",
+        "|---|---|" + "---|" * (len(tasks) + 5),
+    ]
+    for method, row in one["methods"].items():
+        if not row["n"]:
+            continue
+        needles = "{:.2f} [{:.2f}, {:.2f}]".format(*row["needles"]) if "needles" in row else ""
+        cells = [f"{row['tasks'][task]:.2f}" if task in row["tasks"] else "" for task in tasks]
+        lines.append(
+            f"| {method} | {needles} | {' | '.join(cells)} | {row['kl']:.3f} | {row['held']:,.0f} | "
+            f"{row['nbytes'] / 1e6:.1f} | {row['build_s']:.2f} | {row['n']} |"
+        )
+    return lines
+
+
+def _plot(figures: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(figures), figsize=(6.0 * len(figures), 4.2), layout="constrained", squeeze=False)
+    for axis, (size, one) in zip(axes[0], figures.items(), strict=True):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for method, row in one["methods"].items():
+            if "needles" in row:
+                name, _, ratio = method.partition("@")
+                lines.setdefault(name, []).append((float(ratio), row["needles"][0]))
+        bases = sorted({name.partition("+")[0] for name in lines})
+        for name, points in sorted(lines.items()):
+            colour = f"C{bases.index(name.partition('+')[0]) % 10}"
+            style = "-" if "+" in name else "--"
+            axis.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, color=colour, label=name)
+        axis.set(title=f"{int(size):,} tokens", xlabel="part of the context that is kept", ylabel="score, needle tasks")
+        axis.set(xscale="log", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+        if lines:
+            axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

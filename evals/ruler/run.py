@@ -1,0 +1,109 @@
+"""`contextmem eval ruler`: answers from a compacted memory, by evictor and budget, with and without restore slots."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contextmem import ContextMemory, RestoreKV
+from contextmem.evals.rows import RowLog
+from contextmem.evals.ruler import TASKS, Material
+from contextmem.evals.ruler.measure import Configuration, measure_case
+from contextmem.evals.ruler.report import write_report
+from contextmem.eviction import EVICTORS, evictor_named
+from contextmem.identity import backbone_identity
+from contextmem.loading import load_pretrained
+from contextmem.training.layout import Layout
+from contextmem.training.prose import HELD_OUT, prose_of
+from contextmem.training.samples.distractor_qa import Question, questions_of
+from contextmem.weights import restorer_for
+
+__all__ = ["RATIOS", "run"]
+
+RATIOS: dict[str, tuple[float, ...]] = {
+    name: (0.05, 0.1, 0.2, 0.3, 0.5) if name in ("kvzip", "kvzip_plus") else (0.1, 0.3) for name in EVICTORS
+}
+_ROOM = 120  # tokens kept for the template, the question and the answer
+
+
+def run(
+    folder: Path,
+    *,
+    model_name: str = "smollm2-135m-instruct",
+    restorers: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    text: Sequence[str | Path] = (),
+    qa: Sequence[str | Path] = (),
+    hops: Sequence[str | Path] = (),
+    tasks: Sequence[str] = (),
+    evictors: Sequence[str] = (),
+    ratios: Sequence[float] = (),
+    samples: Mapping[int, int] | None = None,
+    seed: int = 0,
+    command: str = "contextmem eval ruler",
+    say: Callable[[str], None] = print,
+) -> str:
+    """Measure what is missing in `folder`/rows.jsonl and write the report; returns the table.
+
+    Args:
+        folder: where rows, metrics, table and plot go; a run resumes from the rows it finds there and adds to them.
+        restorers: folder or hub id by evictor; default: the shipped ones.
+        text: files or folders of background text; none: the held-out half of the topics of Python's language reference.
+        qa, hops: JSONL files of questions with one supporting document, and with several; without them qa_1 and qa_2 are
+            left out.
+        tasks, evictors: names; default: all.
+        ratios: parts of the context that are kept; default: `RATIOS`.
+        samples: cases a task by size in tokens.
+    """
+    model, tokenizer = load_pretrained(model_name, dtype=dtype)
+
+    def new_memory() -> ContextMemory:
+        return ContextMemory(model, tokenizer, eraser=None, restorer=None)
+
+    empty = new_memory()
+    layout = Layout(empty._codec, empty._framing)
+    prose = prose_of(*text, part=None if text else HELD_OUT)
+    material = Material(layout, prose, _questions(qa), _questions(hops))
+    configurations = _configurations(empty, evictors or tuple(EVICTORS), ratios, restorers)
+    settings: dict[str, Any] = {
+        "model": backbone_identity(empty.backbone)["weights_bfloat16"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "text": [Path(path).name for path in text],
+        "qa": [Path(path).name for path in (*qa, *hops)],
+        "seed": seed,
+    }
+    learned = {one.label: one.restorer.fingerprint for one in configurations if one.restorer is not None}
+    log = RowLog(folder / "rows.jsonl", settings, learned)
+    if log.n_dropped:
+        say(f"{log.n_dropped} rows of another restorer were dropped and are measured again")
+    for size, n in (samples or {1024: 25, 2048: 25}).items():
+        for number in range(n):
+            for name in tasks or TASKS:
+                case = TASKS[name](material, random.Random(f"{name}-{seed}-{size}-{number}"), size - _ROOM)
+                if case is not None:
+                    measure_case(new_memory, name, number, size, case, configurations, log)
+            say(f"{size}: {number + 1} of {n}")
+    table: str = write_report(log, folder, command, seed, settings["dtype"])
+    return table
+
+
+def _questions(paths: Sequence[str | Path]) -> tuple[Question, ...]:
+    return questions_of(*paths) if paths else ()
+
+
+def _configurations(
+    memory: ContextMemory, evictors: Sequence[str], ratios: Sequence[float], restorers: Mapping[str, str] | None
+) -> list[Configuration]:
+    """Every evictor at every ratio, without and with restore slots where there is a restorer."""
+    named = {name: RestoreKV.from_pretrained(place) for name, place in (restorers or {}).items()}
+    found: list[Configuration] = []
+    for name in evictors:
+        evictor = evictor_named(name)
+        own = named.get(name) if restorers is not None else restorer_for(memory.backbone, name)
+        for ratio in ratios or RATIOS.get(name, (0.1, 0.3)):
+            found.append(Configuration(evictor, ratio))
+            if own is not None:
+                found.append(Configuration(evictor, ratio, own, own.config.evictor not in ("", name)))
+    return found
