@@ -35,7 +35,6 @@ from contextmem.errors import (
     KeyConflictWarning,
     MemoryBusy,
     MemoryClosed,
-    UnsupportedEdit,
 )
 from contextmem.events import Event, logger, record_of
 from contextmem.eviction import Evictor
@@ -50,7 +49,7 @@ from contextmem.retraction import Edit, Method, check_cached, choose, method_nam
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
 from contextmem.tiers import carried, check_budget, n_tokens_held, opened, shares_held, within
-from contextmem.weights import eraser_for, restorer_for
+from contextmem.weights import eraser_option, restorer_option
 
 __all__ = ["Checkpoint", "ContextMemory"]
 
@@ -125,8 +124,8 @@ class ContextMemory:
         self.model, self.tokenizer = model, tokenizer
         self.chunk_size = chunk_size
         self.backbone = Backbone.of(model)
-        self._eraser = _eraser_of(eraser, self.backbone)
-        self._restorer = _restorer_of(restorer)
+        self._eraser = eraser_option(eraser, self.backbone)
+        self._restorer = restorer_option(restorer)
         self._eviction: dict[str, Any] = {"evictor": evictor, "allocation": allocation, "full_tier": full_tier}
         self._budget = self._budget_of(budget, reserve)
         self._codec = Codec.of(tokenizer)
@@ -1013,42 +1012,6 @@ class ContextMemory:
     def _note_speed(self, n_tokens: int, seconds: float | None) -> None:
         if n_tokens >= 32 and seconds:
             self.backbone.tokens_per_second = n_tokens / seconds
-
-
-def _eraser_of(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
-    """What gives the eraser when it is needed."""
-    if isinstance(option, KVEraser):
-        return lambda: option
-    if option is not None and option != "auto" and not isinstance(option, str | os.PathLike):
-        raise InvalidInput(f"eraser must be 'auto', a KVEraser, a folder, a hub id or None, not {option!r}.")
-    if option not in (None, "auto"):
-        named = KVEraser.from_pretrained(os.fspath(option))
-        return lambda: named
-
-    def find() -> KVEraser:
-        found = eraser_for(backbone) if option == "auto" else None
-        if found is None:
-            why = (
-                "no eraser was trained for this model" if option == "auto" else "erasing is switched off (eraser=None)"
-            )
-            raise UnsupportedEdit(
-                f"{why}. Train one with 'contextmem train eraser' or pass eraser=. Nothing was changed."
-            )
-        return found
-
-    return find
-
-
-def _restorer_of(option: Any) -> Callable[[Backbone, str], RestoreKV | None]:
-    """What gives the restorer for a model and an evictor when it is needed."""
-    if option is None or isinstance(option, RestoreKV):
-        return lambda backbone, evictor: option
-    if option == "auto":
-        return restorer_for
-    if not isinstance(option, str | os.PathLike):
-        raise InvalidInput(f"restorer must be 'auto', a RestoreKV, a folder, a hub id or None, not {option!r}.")
-    named = RestoreKV.from_pretrained(os.fspath(option))
-    return lambda backbone, evictor: named
 
 
 def _n_tokens(spans: Iterable[Segment]) -> int:

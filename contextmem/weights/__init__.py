@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,10 +11,10 @@ from weakref import WeakKeyDictionary
 from contextmem.backbone import Backbone
 from contextmem.embedded import cache_home
 from contextmem.eraser import EraserConfig, KVEraser
-from contextmem.errors import StorageError
+from contextmem.errors import InvalidInput, StorageError, UnsupportedEdit
 from contextmem.restorer import RestoreKV, RestorerConfig
 
-__all__ = ["eraser_for", "restorer_for"]
+__all__ = ["eraser_for", "eraser_option", "restorer_for", "restorer_option"]
 
 _ERASERS: WeakKeyDictionary[Any, KVEraser] = WeakKeyDictionary()
 _RESTORERS: WeakKeyDictionary[Any, dict[str, RestoreKV]] = WeakKeyDictionary()
@@ -47,6 +49,42 @@ def restorer_for(backbone: Backbone, evictor: str) -> RestoreKV | None:
         except StorageError:
             continue
     return found.get(evictor)
+
+
+def eraser_option(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
+    """What gives a memory's eraser when it is needed; raises `UnsupportedEdit` then if there is none."""
+    if isinstance(option, KVEraser):
+        return lambda: option
+    if option is not None and option != "auto" and not isinstance(option, str | os.PathLike):
+        raise InvalidInput(f"eraser must be 'auto', a KVEraser, a folder, a hub id or None, not {option!r}.")
+    if option not in (None, "auto"):
+        named = KVEraser.from_pretrained(os.fspath(option))
+        return lambda: named
+
+    def find() -> KVEraser:
+        found = eraser_for(backbone) if option == "auto" else None
+        if found is None:
+            why = (
+                "no eraser was trained for this model" if option == "auto" else "erasing is switched off (eraser=None)"
+            )
+            raise UnsupportedEdit(
+                f"{why}. Train one with 'contextmem train eraser' or pass eraser=. Nothing was changed."
+            )
+        return found
+
+    return find
+
+
+def restorer_option(option: Any) -> Callable[[Backbone, str], RestoreKV | None]:
+    """What gives a memory's restorer for a model and an evictor when it is needed."""
+    if option is None or isinstance(option, RestoreKV):
+        return lambda backbone, evictor: option
+    if option == "auto":
+        return restorer_for
+    if not isinstance(option, str | os.PathLike):
+        raise InvalidInput(f"restorer must be 'auto', a RestoreKV, a folder, a hub id or None, not {option!r}.")
+    named = RestoreKV.from_pretrained(os.fspath(option))
+    return lambda backbone, evictor: named
 
 
 def _folders(config: str) -> list[Path]:
