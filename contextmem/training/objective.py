@@ -8,7 +8,9 @@ The second needs no samples to be dropped, and teaches nothing that the model wo
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -25,6 +27,27 @@ from contextmem.training.samples.base import Erasure, Sample
 __all__ = ["EraserObjective"]
 
 _LONGEST_OWN_ANSWER = 24
+_TYPICAL_ANSWER = (
+    8  # tokens: divergences are summed over an answer, for most of its tokens say nothing about the erasure
+)
+_HARD = 0.15  # nats between the teacher and the masked context, summed over the answer
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An erasure, the answer to train on, and the teacher's logits, (len(answer), vocab), for it."""
+
+    erasure: Erasure
+    answer: Sequence[int]
+    taught: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A context, prefilled, and what is asked about it."""
+
+    context: SpanCache
+    asked: tuple[_Asked, ...]
 
 
 class EraserObjective(nn.Module):
@@ -34,48 +57,86 @@ class EraserObjective(nn.Module):
 
     Attributes:
         target: "teacher" (the model in a context without the span) or "answer".
+        pool: contexts to keep prefilled, with what the teacher says; they must come again to be of use.
+        easy: share kept of the erasures that dropping the span's slots would do as well; the others are all kept. Training
+            on what masking cannot do is what makes an eraser more than a mask. For the target "teacher".
     """
 
     def __init__(
-        self, backbone: Backbone, adapter: Adapter, conditioning: str = "prefix", target: str = "teacher"
+        self,
+        backbone: Backbone,
+        adapter: Adapter,
+        conditioning: str = "prefix",
+        target: str = "teacher",
+        *,
+        pool: int = 0,
+        easy: float = 1.0,
     ) -> None:
         super().__init__()
         self.eraser = adapter.module
         self._held = (backbone, adapter)
-        self.conditioning, self.target = conditioning, target
+        self.conditioning, self.target, self.easy = conditioning, target, easy
+        self._pool: dict[Sample, _Prepared] = {}
+        self._most = pool
         self.seen, self.kept, self.total = 0, 0, 0.0  # erasures met and trained on, and their losses; for the log
 
     def forward(self, sample: Sample) -> dict[str, Tensor]:
-        """The mean loss over the erasures that pass the sample's check; zero, with a gradient of zero, if none does."""
-        backbone, _ = self._held
-        with torch.no_grad():
-            context = _prefilled(backbone, sample.context)
-            erasures = self._checked(sample, context)
+        """The mean loss over the erasures that are kept; zero, with a gradient of zero, if none is."""
+        prepared = self._prepared(sample)
         self.seen += len(sample.erasures)
-        self.kept += len(erasures)
-        teacher = _Teacher(backbone, sample, context) if self.target == "teacher" else None
-        losses = [self._loss(sample, context, erasure, teacher) for erasure in erasures]
+        self.kept += len(prepared.asked)
+        losses = [self._loss(sample, prepared.context, asked) for asked in prepared.asked]
         if not losses:
             return {"loss": sum((p.sum() * 0.0 for p in self.eraser.parameters()), torch.zeros(()))}
         self.total += sum(float(loss.detach()) for loss in losses)
         return {"loss": torch.stack(losses).mean()}
 
-    def _loss(self, sample: Sample, context: SpanCache, erasure: Erasure, teacher: _Teacher | None) -> Tensor:
+    def _loss(self, sample: Sample, context: SpanCache, asked: _Asked) -> Tensor:
         backbone, adapter = self._held
+        erasure = asked.erasure
         start, stop, n = erasure.start, erasure.stop, context.n_slots
         with torch.no_grad():
             seen = _seen(backbone, context, erasure, self.conditioning)
         with adapter.attached(backbone.core) as core:
             steered = steering(core, backbone, seen, sample.context[start:stop], start)
         edited = joined([_slots(context, 0, start), steered, _slots(context, stop, n)])
-        answer, taught = teacher.answer(erasure) if teacher is not None else (erasure.answer, None)
-        logits = answer_logits(backbone, edited, n, erasure.question, answer)
-        if taught is None:
-            return F.cross_entropy(logits, torch.tensor(answer, device=logits.device))
-        return F.kl_div(logits.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="batchmean")
+        logits = answer_logits(backbone, edited, n, erasure.question, asked.answer)
+        if asked.taught is None:
+            return F.cross_entropy(logits, torch.tensor(asked.answer, device=logits.device))
+        return _divergence(asked.taught, logits) / _TYPICAL_ANSWER
+
+    @torch.no_grad()
+    def _prepared(self, sample: Sample) -> _Prepared:
+        """The context prefilled, and the erasures to train on with their answers."""
+        if sample in self._pool:
+            return self._pool[sample]
+        backbone, _ = self._held
+        context = _prefilled(backbone, sample.context)
+        if self.target == "answer":
+            asked = [_Asked(erasure, erasure.answer) for erasure in self._checked(sample, context)]
+        else:
+            teacher = _Teacher(backbone, sample, context)
+            told = [_Asked(erasure, *teacher.answer(erasure)) for erasure in sample.erasures]
+            asked = [one for number, one in enumerate(told) if self._is_kept(sample, number, context, one)]
+        prepared = _Prepared(context, tuple(asked))
+        if len(self._pool) < self._most:
+            self._pool[sample] = prepared if asked else _Prepared(backbone.new_cache(), ())
+        return prepared
+
+    def _is_kept(self, sample: Sample, number: int, context: SpanCache, asked: _Asked) -> bool:
+        """Every erasure that a mask would get wrong, and a share of the others, the same ones every time."""
+        if self.easy >= 1 or random.Random(f"{sample.context[:64]}-{number}").random() < self.easy:
+            return True
+        backbone, _ = self._held
+        masked = context.select(((0, asked.erasure.start), (asked.erasure.stop, context.n_slots)))
+        ids = [*asked.erasure.question, *asked.answer[:-1]]
+        logits = backbone.forward(ids, masked, all_logits=True)[-len(asked.answer) :]
+        masked.release()
+        assert asked.taught is not None
+        return float(_divergence(asked.taught, logits)) > _HARD
 
     def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:
-        if sample.check == "none" or self.target == "teacher":
+        if sample.check == "none":
             return sample.erasures
         backbone, _ = self._held
         whole = _prefilled(backbone, sample.clean) if sample.clean is not None else None
@@ -87,6 +148,11 @@ class EraserObjective(nn.Module):
             if says(backbone, without, erasure):
                 kept.append(erasure)
         return kept
+
+
+def _divergence(taught: Tensor, told: Tensor) -> Tensor:
+    """KL divergence from rows of the teacher's logits, summed over the rows."""
+    return F.kl_div(told.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="sum")
 
 
 class _Teacher:

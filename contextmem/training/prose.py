@@ -14,6 +14,7 @@ from contextmem.errors import InvalidInput
 __all__ = ["HELD_OUT", "TRAIN", "Prose", "prose_of"]
 
 TRAIN, HELD_OUT = "train", "held-out"
+TRAINING_TOPICS = "python-reference"
 _SHORTEST, _LONGEST = 80, 2000  # characters of a paragraph
 
 
@@ -46,20 +47,25 @@ def prose_of(*paths: str | Path, part: str | None = None) -> Prose:
 
     Args:
         paths: files or folders with .txt, .md or .jsonl files (records with a `text` or `document`); none: the topics of
-            Python's language reference, which come with every CPython.
+            Python's language reference, which come with every CPython; "python-reference" among others: the topics of the
+            training half.
         part: "train" or "held-out": a fixed half of the documents by the hash of their text; None takes all. Paragraphs
             that stand in both halves are left out of the held-out one.
 
     Raises:
         InvalidInput: nothing was found.
     """
-    texts = list(_topics()) if not paths else [text for path in paths for text in _read(Path(path))]
+    texts = list(_topics()) if not paths else [text for path in paths for text in _texts(path)]
     train = {p for text in texts if _half(text) == TRAIN for p in _paragraphs(text)} if part == HELD_OUT else set()
     chosen = [_paragraphs(text) for text in texts if part in (None, _half(text))]
     documents = tuple(filter(None, (tuple(p for p in paragraphs if p not in train) for paragraphs in chosen)))
     if not documents:
         raise InvalidInput(f"no text was found in {', '.join(map(str, paths)) or 'pydoc_data.topics'}.")
     return Prose(documents)
+
+
+def _texts(path: str | Path) -> Iterator[str]:
+    return (t for t in _topics() if _half(t) == TRAIN) if str(path) == TRAINING_TOPICS else _read(Path(path))
 
 
 def _topics() -> Iterator[str]:

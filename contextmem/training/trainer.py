@@ -53,15 +53,16 @@ class Samples(Dataset[Any]):
     """Samples by number: the same seed and number give the same sample, on any machine and after any restart."""
 
     def __init__(
-        self, layout: Layout, sources: Mapping[str, Drawing], mix: Mapping[str, float], n: int, seed: str
+        self, layout: Layout, sources: Mapping[str, Drawing], mix: Mapping[str, float], n: int, seed: str, pool: int = 0
     ) -> None:
         self._layout, self._sources, self._mix, self._n, self._seed = layout, sources, mix, n, seed
+        self._pool = pool or n  # different samples, after which they come again
 
     def __len__(self) -> int:
         return self._n
 
     def __getitem__(self, number: int) -> Any:
-        rng = random.Random(f"{self._seed}-{number}")
+        rng = random.Random(f"{self._seed}-{number % self._pool}")
         name = rng.choices(list(self._mix), weights=list(self._mix.values()))[0]
         return self._sources[name].sample(self._layout, rng)
 
