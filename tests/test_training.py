@@ -188,6 +188,44 @@ def test_the_teacher_is_the_context_without_the_span(model: Any, own_words: bool
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-3, abs=1e-5)
 
 
+def test_contexts_of_a_pool_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time costs the erase pass and the answer only, and gives the same loss."""
+    model = tiny_model("llama")
+    eraser = moved(KVEraser.untrained(model), model)
+    backbone = Backbone.of(model)
+    samples = [Sample(tuple(range(5 + i, 60 + i)), (Erasure(20, 30, (7, 8), (9, 2), "test"),)) for i in range(3)]
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), pool=2)
+    plain = EraserObjective(backbone, eraser.adapter_for(backbone))
+    fed: list[int] = []
+    original = Backbone.forward
+    monkeypatch.setattr(Backbone, "prefill", lambda s, ids, cache, **o: fed.append(len(ids)) or original(s, ids, cache))
+    first = [float(objective(sample)["loss"].detach()) for sample in samples]
+    n_first = len(fed)
+    again = [float(objective(sample)["loss"].detach()) for sample in samples]
+    assert len(fed) - n_first == n_first // 3, "only the third, which the pool had no place for"
+    assert again == first == [float(plain(sample)["loss"].detach()) for sample in samples]
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e9])
+def test_what_a_mask_does_as_well_is_left_out(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+    model = tiny_model("llama")
+    eraser = moved(KVEraser.untrained(model), model)
+    backbone = Backbone.of(model)
+    monkeypatch.setattr("contextmem.training.objective._HARD", limit)
+    sample = Sample(tuple(range(5, 60)), (Erasure(20, 30, (7, 8), (9, 2), "test"),))
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), easy=0.0)
+    loss = float(objective(sample)["loss"].detach())
+    assert (objective.kept, loss > 0) == ((1, True) if limit == 0.0 else (0, False))
+    easy = EraserObjective(backbone, eraser.adapter_for(backbone), easy=1.0)
+    assert float(easy(sample)["loss"].detach()) > 0 and easy.kept == 1
+
+
+def test_samples_of_a_pool_come_again(layout: Layout) -> None:
+    sources: Any = {"span_neighbour": SpanNeighbourSource(PROSE)}
+    samples = Samples(layout, sources, {"span_neighbour": 1.0}, 7, "seed", 3)
+    assert samples[1] == samples[4] and samples[1] != samples[2] and len(samples) == 7
+
+
 def test_a_lone_needle_leaves_no_answer(layout: Layout) -> None:
     sample = NiahSource(PROSE, sizes=((1024, 1.0),), share_lone=1.0).sample(layout, random.Random(0))
     assert len(sample.erasures) == 2
