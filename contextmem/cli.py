@@ -121,7 +121,7 @@ def latency(
     with _clean_errors(), _extra("evals"):
         from contextmem.evals.latency.run import run
 
-        sizes = {"prefill": (512,), "decode": (512,), "suffixes": (256, 512)} if quick else {}
+        sizes = {"prefill": (512,), "decode": (512,), "suffixes": (256, 512), "budgets": (512,)} if quick else {}
         print(run(out, model_name=model, repeats=repeats, command=_command(), **sizes))  # type: ignore[arg-type]
 
 

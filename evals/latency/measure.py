@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LogitsProcessor
 
-from contextmem import ContextMemory, UnsupportedEdit
+from contextmem import ContextMemory, RestoreKV, UnsupportedEdit
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.rows import RowLog
 from contextmem.retraction import COMPARED
 
-__all__ = ["measure_ask", "measure_decode", "measure_prefill", "measure_retract", "text_of_length"]
+__all__ = [
+    "BUDGET",
+    "measure_ask",
+    "measure_budget",
+    "measure_decode",
+    "measure_prefill",
+    "measure_retract",
+    "text_of_length",
+]
 
 PREFIX, SPAN = 256, 100
+BUDGET = "decode on a tenth"
 
 Say = Callable[[str], None]
 
@@ -117,6 +126,44 @@ def _is_possible(memory: ContextMemory, span: Any, method: str) -> bool:
     except UnsupportedEdit:  # no eraser for this model, or keys that cannot be moved
         return False
     return True
+
+
+def measure_budget(
+    model: Any, tokenizer: Any, sizes: Sequence[int], repeats: int, n_new: int, log: RowLog, say: Say
+) -> None:
+    """Seconds a token on the full cache and on a tenth of it; and of a restore pass beside the prefill it follows."""
+    restorer = RestoreKV.untrained(model)  # a trained one computes the same amount
+    for size in sizes:
+        if all(log.has(f"budget-{size}-{r}", m) for r in range(repeats) for m in ("full cache", "compacted")):
+            continue
+        full = ContextMemory(model, tokenizer, restorer=None, evictor="knorm")
+        text = text_of_length(full, size - len(full._framing.bare_opening))
+        prefill_s = _timed(partial(full.append, text))
+        small = full.fork()
+        compact_s = _timed(partial(small.set_budget, size // 10, 0))
+        for repeat in range(-1, repeats):  # the first round warms up
+            sample = f"budget-{size}-{repeat}"
+            for method, memory in (("full cache", full), ("compacted", small)):
+                seconds = _decoded(memory, n_new)
+                if repeat >= 0 and not log.has(sample, method):
+                    log.add(sample, method, kind=BUDGET, tokens=size, seconds=seconds, nbytes=memory.nbytes)
+            restore_s = _timed(partial(restorer.slots, full.backbone, full._state.cache))
+            if repeat >= 0 and not log.has(sample, "restore pass"):
+                log.add(sample, "restore pass", kind="restore", tokens=size, seconds=restore_s, prefill_s=prefill_s)
+            say(sample)
+        if not log.has(f"budget-{size}", "compact"):
+            log.add(f"budget-{size}", "compact", kind="compact", tokens=size, seconds=compact_s)
+
+
+def _decoded(memory: ContextMemory, n_new: int) -> float:
+    """Median seconds of a decoding step after the context."""
+    cache, clock = memory.past_key_values, _Clock()
+    logits = memory.backbone.prefill(memory._framing.answer_open, cache)
+    for _ in range(n_new):
+        clock(None, logits)  # type: ignore[arg-type]
+        logits = memory.backbone.forward([int(logits.argmax())], cache)
+    cache.release()
+    return clock.median()
 
 
 def measure_ask(model: Any, tokenizer: Any, size: int, rounds: int, log: RowLog, say: Say) -> None:
