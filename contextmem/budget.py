@@ -14,7 +14,7 @@ from contextmem.eviction import Evictor, evictor_named
 
 __all__ = ["FULL_TIERS", "Budget"]
 
-FULL_TIERS = (None, "cpu")
+FULL_TIERS = (None, "cpu", "disk")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DEFAULT_RESERVE = 256
 
@@ -29,7 +29,7 @@ class Budget:
             memory is not compacted at every call.
         evictor: scores what may go.
         allocation: see `compaction.chosen`.
-        full_tier: where everything that was evicted is kept: "cpu", or None for nowhere.
+        full_tier: where everything that was evicted is kept: "cpu", "disk" (a temporary file), or None for nowhere.
     """
 
     n_tokens: int

@@ -91,6 +91,13 @@ class Storage:
                 target[index] = fresh
         return copy
 
+    def placed(self, length: int, place: Callable[[Tensor], Tensor]) -> Storage:
+        """A storage of exactly `length` slots whose buffers are what `place` makes of these."""
+        copy = Storage(len(self.keys), length)
+        for source, target in ((self.keys, copy.keys), (self.values, copy.values)):
+            target[:] = [place(buffer[:, :, :length]) if buffer is not None else None for buffer in source]
+        return copy
+
     @property
     def nbytes(self) -> int:
         """Bytes held, used or not."""
@@ -216,6 +223,11 @@ class SpanCache(DynamicCache):
         positions = self.positions[index]
         next_position = int(positions[-1]) + 1 if len(positions) else 0
         return self._with(storage, positions, self.turns[index], next_position)
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> SpanCache:
+        """A copy whose buffers are what `place` makes of these: on another device, in a file."""
+        storage = self.lease.storage.placed(self.n_slots, place)
+        return self._with(storage, self.positions, self.turns, self.next_position)
 
     def owned(self, start: int) -> SpanCache:
         """This cache if no other one reads its slots from `start` on, else a copy: what may be written over."""

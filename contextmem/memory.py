@@ -102,8 +102,8 @@ class ContextMemory:
                 budget, at most 256.
             evictor: what tells which pairs matter, a name in the registry or an `Evictor`.
             allocation: "global", "layer" or "uniform": what the pairs compete within.
-            full_tier: "cpu" keeps everything that is evicted on the host, so that later retractions edit it in place of
-                reading the text again; None frees it.
+            full_tier: "cpu" keeps everything that is evicted on the host and "disk" in a temporary file, so that later
+                retractions edit it in place of reading the text again; None frees it.
             eraser: what `retract` erases with: "auto" finds the weights that were trained for this model, if there are any,
                 when they are first needed; a `KVEraser`, a folder or a hub id names them; None switches erasing off.
             restorer: what makes up for evicted text with a few generated slots: "auto" finds the weights that were trained

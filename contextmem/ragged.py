@@ -299,4 +299,4 @@ class RaggedCache(SpanCache):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedEdit("slots of a compacted cache are not edited in place. Nothing was changed.")
 
-    select = owned = over = read = write = borrowed = joined = turn_ = _refuse
+    select = placed = owned = over = read = write = borrowed = joined = turn_ = _refuse

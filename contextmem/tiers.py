@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -135,7 +137,10 @@ def opened(backbone: Backbone, state: State) -> State:
         return replace(state, scores=None)
     if state.full is None:
         return State(state.ledger, backbone.new_cache(), 0)
-    return State(state.ledger, _whole(state), state.exact_slots)
+    whole = _whole(state)
+    if backbone.device.type != "cpu":
+        whole = whole.placed(lambda buffer: buffer.to(backbone.device))
+    return State(state.ledger, whole, state.exact_slots)
 
 
 def carried(before: State, after: State, kept: tuple[tuple[int, int], ...]) -> State:
@@ -174,7 +179,20 @@ def _full(state: State, budget: Budget) -> SpanCache | None:
     """The full tier after a compaction: everything, where one is kept and nothing was lost before."""
     if budget.full_tier is None or (state.is_compacted and state.full is None):
         return None
-    return _whole(state)
+    return _whole(state).placed(_PLACES[budget.full_tier])
+
+
+def _on_disk(buffer: Tensor) -> Tensor:
+    """The same values in a file of their own, which is mapped and has no name any more."""
+    with tempfile.NamedTemporaryFile(prefix="contextmem-") as file:  # mode 0600
+        mapped = torch.from_file(file.name, shared=True, size=buffer.numel(), dtype=buffer.dtype)
+    return mapped.view(buffer.shape).copy_(buffer)
+
+
+_PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cpu": lambda buffer: buffer.to("cpu", copy=True),
+    "disk": _on_disk,
+}
 
 
 def _whole(state: State) -> SpanCache:

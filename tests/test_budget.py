@@ -205,7 +205,7 @@ class TestEditing:
     @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("crop", "instruct", "suffix_repair_query")])
     def test_with_a_full_tier_an_edit_is_that_of_the_uncompacted_memory(self, model: Any, method: str) -> None:
         """The full tier after the edit is bit for bit the cache of a memory without a budget after the same edit."""
-        limited, free = new(model, full_tier="cpu"), new(model)
+        limited, free = new(model, full_tier="disk" if method == "mask" else "cpu"), new(model)
         for memory in (limited, free):
             segments = [memory.append(text) for text in (TEXT, "The bridge is new. ", TEXT, "x")]
             if memory is limited:
@@ -269,7 +269,7 @@ class TestEditing:
         memory.restore(mark)
         assert_unchanged(memory, before)
 
-    @pytest.mark.parametrize("full_tier", [None, "cpu"])
+    @pytest.mark.parametrize("full_tier", [None, "cpu", "disk"])
     def test_saved_and_loaded(self, model: Any, full_tier: str | None, tmp_path: Path) -> None:
         memory = new(model, budget=150, full_tier=full_tier)
         segments = [memory.append(TEXT) for _ in range(5)]
@@ -292,7 +292,7 @@ class BudgetMachine(RuleBasedStateMachine):
         name=st.sampled_from(["llama-sdpa", "mistral-eager", "gemma3-sdpa"]),
         evictor=st.sampled_from(list(EVICTORS)),
         allocation=st.sampled_from(ALLOCATIONS),
-        full_tier=st.sampled_from([None, "cpu"]),
+        full_tier=st.sampled_from([None, "cpu", "disk"]),
     )
     def begin(self, name: str, **options: Any) -> None:
         architecture, attention = name.split("-")
