@@ -13,10 +13,10 @@ from contextmem.ledger import Segment
 __all__ = ["check_choice", "check_label", "listed", "plain_metadata"]
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise `InvalidInput` unless `value` is one of `choices`."""
     if value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, not {value!r}. Nothing was changed.")
+        raise InvalidInput(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}. Nothing was changed.")
 
 
 def check_label(name: str, value: Any) -> None:

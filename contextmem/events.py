@@ -29,7 +29,7 @@ class Event:
 
     Attributes:
         step: number of the event, from 1.
-        operation: "append", "ask", "retract", "replace", "settle", "restore", "load", "conflict", "evict".
+        operation: "append", "ask", "retract", "replace", "settle", "restore", "load", "conflict", "evict", "rehydrate".
         segments: the segments concerned.
         method, guarantee, reason: of a retraction.
         tokens_computed: tokens that had to be computed.

@@ -48,7 +48,7 @@ from contextmem.restorer import RestoreKV
 from contextmem.retraction import Edit, Method, check_cached, choose, method_named
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
-from contextmem.tiers import carried, check_budget, n_tokens_held, opened, shares_held, within
+from contextmem.tiers import carried, check_budget, n_tokens_held, opened, recalled, shares_held, within
 from contextmem.weights import eraser_option, restorer_option
 
 __all__ = ["Checkpoint", "ContextMemory"]
@@ -371,6 +371,7 @@ class ContextMemory:
         keep: bool = False,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] | None = None,
+        recall: str | None = None,
         progress: ProgressCallback | None = None,
         **sampling: Any,
     ) -> Answer:
@@ -382,6 +383,8 @@ class ContextMemory:
             keep: whether question and answer become segments; otherwise the memory stays bit for bit as it was.
             max_new_tokens: most tokens generated.
             stop: string or strings that end the answer and are left out of it.
+            recall: "full_tier" answers a compacted memory's question from what it attends to most in the full tier, within
+                the budget; what the memory holds stays as it was unless the turn is kept.
             sampling: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`, `repetition_penalty`,
                 `no_repeat_ngram_size`, `seed`, `logits_processor`, `stopping_criteria`, as in transformers. Greedy by
                 default.
@@ -396,6 +399,7 @@ class ContextMemory:
             keep=keep,
             max_new_tokens=max_new_tokens,
             stop=stop,
+            recall=recall,
             progress=progress,
             **sampling,
         )
@@ -411,6 +415,7 @@ class ContextMemory:
         keep: bool = False,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] | None = None,
+        recall: str | None = None,
         progress: ProgressCallback | None = None,
         **sampling: Any,
     ) -> AnswerStream:
@@ -420,7 +425,8 @@ class ContextMemory:
         """
         decoding = Decoding.of(max_new_tokens, stop, **sampling)
         asked, begun = (question, self._codec.encode(question)), (prefix, self._codec.encode(prefix))
-        return AnswerStream(self._answering(asked, begun, keep, decoding, progress))
+        check_choice("recall", recall, (None, "full_tier"))
+        return AnswerStream(self._answering(asked, begun, keep, decoding, recall, progress))
 
     def _answering(
         self,
@@ -428,6 +434,7 @@ class ContextMemory:
         prefix: tuple[str, tuple[int, ...]],
         keep: bool,
         decoding: Decoding,
+        recall: str | None,
         progress: ProgressCallback | None,
     ) -> Generator[str, None, Answer]:
         with self._working():
@@ -437,6 +444,8 @@ class ContextMemory:
                 before.append(span(self._new_id(), "user", question[1], text=question[0]))
             prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
             closing = len(self._framing.answer_close) if keep else 0
+            if recall is not None:
+                base = self._recalled(base, tuple(prompt))
             check_room(self.backbone, base.cache.next_position, len(prompt) + 1 + closing, "the question")
             with self._transient(base, prompt) as (cache, feed):
                 reused = cache.n_slots
@@ -713,6 +722,26 @@ class ContextMemory:
             why = f"{self._budget.evictor.name} kept {n_tokens_held(self._state):,.0f} of {before:,.0f} tokens"
             return Report("compact", "compact", why, "approximate" if evicted else "exact", seconds=seconds)
 
+    def rehydrate(self, question: str, *, prefix: str = "", progress: ProgressCallback | None = None) -> Report:
+        """Bring back from the full tier what `question` attends to most, in the place of what it does not.
+
+        The budget holds. What is held then depends on the question; the next compaction goes by the evictor again.
+
+        Raises:
+            UnsupportedEdit: something was evicted and there is no full tier.
+        """
+        asked, begun = self._codec.encode(question), self._codec.encode(prefix)
+        with self._working():
+            base, started = self._state, time.perf_counter()
+            opening = ids_of(self._dialogue.opened(base.ledger))
+            after = self._recalled(base, (*opening, *asked, *self._framing.answer_open, *begun))
+            if after is base:
+                return Report("none", "rehydrate", "nothing was evicted", "exact", tokens_reused=base.n_slots)
+            self._commit(after, progress)
+            self._log("rehydrate", ())
+            seconds = time.perf_counter() - started
+            return Report("rehydrate", "rehydrate", "by the attention of the question", "approximate", seconds=seconds)
+
     def set_budget(
         self, budget: int | str | None, reserve: int | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
@@ -908,6 +937,12 @@ class ContextMemory:
             after.check()
             self._log("evict", (), method=budget.evictor.name, tokens_computed=state.n_slots)
         return after
+
+    def _recalled(self, state: State, question: tuple[int, ...]) -> State:
+        if self._budget is None or not state.is_compacted:
+            return state
+        step = self._step(None)
+        return recalled(self.backbone, self._codec, self._framing, self._budget, state, question, step)
 
     def _evict(self, budget: Budget, progress: ProgressCallback | None) -> float:
         started = time.perf_counter()

@@ -14,15 +14,16 @@ from contextmem.budget import Budget
 from contextmem.cache import SpanCache
 from contextmem.codec import Codec
 from contextmem.compaction import chosen, compacted, unseen_last
-from contextmem.errors import ContextOverflow
+from contextmem.errors import ContextOverflow, UnsupportedEdit
 from contextmem.eviction.base import N_SINK, Reading
+from contextmem.eviction.question import Asked
 from contextmem.framing import Framing
 from contextmem.ledger import Ledger, Segment
 from contextmem.ragged import RaggedCache
 from contextmem.restorer import RestoreKV
 from contextmem.state import State, Step, rebuilt
 
-__all__ = ["carried", "check_budget", "n_tokens_held", "opened", "restores", "shares_held", "within"]
+__all__ = ["carried", "check_budget", "n_tokens_held", "opened", "recalled", "restores", "shares_held", "within"]
 
 
 def n_tokens_held(state: State) -> float:
@@ -120,6 +121,36 @@ def within(
         full=full,
         scores=scores,
     )
+
+
+def recalled(
+    backbone: Backbone,
+    codec: Codec,
+    framing: Framing,
+    budget: Budget,
+    state: State,
+    question: tuple[int, ...],
+    step: Step = None,
+) -> State:
+    """A compacted state in which every layer and head holds what `question` attends to most in the full tier.
+
+    Raises:
+        UnsupportedEdit: there is no full tier to bring anything back from.
+    """
+    if not state.is_compacted:
+        return state
+    if state.full is None:
+        raise UnsupportedEdit(
+            "what was evicted is in no full tier and cannot be brought back: make the memory with full_tier='cpu' or 'disk'. "
+            "Nothing was changed."
+        )
+    dense = opened(backbone, state)
+    reading = Reading(backbone, codec, framing, dense.cache, (), 0, step)
+    scores = unseen_last(
+        Asked(question).scores(reading), dense.cache.positions, dense.cache.next_position, backbone.windows
+    )
+    keep = chosen(scores, protected(state.ledger), budget.target * scores.shape[0] * scores.shape[1], budget.allocation)
+    return replace(state, cache=compacted(dense.cache, keep, backbone.windows), full=_full(state, budget))
 
 
 def restores(restorer: RestoreKV, backbone: Backbone, budget: Budget, state: State) -> bool:

@@ -285,6 +285,62 @@ class TestEditing:
         assert smaller.stats().tokens_held <= 80
 
 
+class TestRecall:
+    def test_a_question_brings_back_what_it_attends_to(self, model: Any) -> None:
+        memory = new(model, full_tier="cpu", evictor="streaming_llm")
+        for _ in range(5):
+            memory.append(TEXT)
+        memory.set_budget(150)
+        before, logits = snapshot(memory), memory.logits("?")
+        answer = memory.ask("What lies on the river?", recall="full_tier", max_new_tokens=3)
+        assert len(answer.token_ids) <= 3
+        assert_unchanged(memory, before)
+        held = memory._state.cache.held()  # type: ignore[attr-defined]
+        report = memory.rehydrate("What lies on the river?")
+        now = memory._state.cache.held()  # type: ignore[attr-defined]
+        assert report.method == "rehydrate" and memory.stats().tokens_held <= 150
+        assert torch.equal(now, held) == all(memory.backbone.windows), "within a window there is nothing to choose"
+        assert memory.ask("What lies on the river?", max_new_tokens=3).token_ids == answer.token_ids
+        memory.append(TEXT)
+        assert memory.stats().tokens_held <= 150 and not torch.equal(memory.logits("?"), logits)
+        memory.set_budget(None)
+        memory.settle()
+        assert_equals_reference(memory)
+
+    def test_what_is_asked_is_what_the_attention_says(self) -> None:
+        """With everything else equal, the slots of largest attention to the question are those that are held."""
+        model = tiny_model("llama", "eager")
+        memory = new(model, full_tier="cpu", evictor="random")
+        memory.append(TEXT * 2)
+        ids = memory.token_ids
+        memory.set_budget(40, 0)
+        question = (*memory._codec.encode("Where?"), *memory._framing.answer_open)
+        memory.rehydrate("Where?")
+        with torch.no_grad():
+            given = model(torch.tensor([[*ids, *question]]), output_attentions=True).attentions
+        n, rows = len(ids), len(question)
+        weights = torch.stack(
+            [layer[0].reshape(2, 2, n + rows, n + rows)[:, :, -rows:, :n].amax((1, 2)) for layer in given]
+        )
+        held = memory._state.cache.held()  # type: ignore[attr-defined]
+        free = torch.ones(n, dtype=torch.bool)
+        free[:6], free[-1] = False, False
+        inside, outside = weights[held & free], weights[~held]
+        assert inside.min() >= outside.max() - 1e-6
+
+    def test_without_a_full_tier_nothing_can_come_back(self) -> None:
+        memory = new(budget=150)
+        assert memory.rehydrate("?").method == "none"
+        memory.append(TEXT * 4)
+        before = snapshot(memory)
+        for call in (lambda: memory.rehydrate("?"), lambda: memory.ask("?", recall="full_tier")):
+            with pytest.raises(UnsupportedEdit, match="full_tier"):
+                call()
+        with pytest.raises(InvalidInput, match="recall"):
+            memory.ask("?", recall="the moon")
+        assert_unchanged(memory, before)
+
+
 class BudgetMachine(RuleBasedStateMachine):
     """Everything a user can do, under a budget that changes: it is never exceeded, and lifting it brings all back."""
 
