@@ -141,8 +141,8 @@ def recalled(
         return state
     if state.full is None:
         raise UnsupportedEdit(
-            "what was evicted is in no full tier and cannot be brought back: make the memory with full_tier='cpu' or 'disk'. "
-            "Nothing was changed."
+            "what was evicted is in no full tier and cannot be brought back: make the memory with full_tier='cpu' or "
+            "'disk'. Nothing was changed."
         )
     dense = opened(backbone, state)
     reading = Reading(backbone, codec, framing, dense.cache, (), 0, step)
