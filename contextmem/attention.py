@@ -23,8 +23,12 @@ from contextmem.errors import UnsupportedEdit
 __all__ = ["Attended", "Watch", "switched"]
 
 PREVIOUS = ("sdpa", "eager")  # attention that is stepped in for
+_EXTRAS = ("softcap", "s_aux", "position_bias")  # what some models' attention adds
 Watch = Callable[[int, Tensor, Any], None]  # layer, queries (1, heads, n, head_dim), the keys attended to
 
+_PREFIX = "contextmem-"
+_COUNTS: dict[int, int] = {}  # forwards under way, by configuration
+_COUNTS_LOCK = threading.Lock()
 _local = threading.local()
 
 
@@ -50,26 +54,27 @@ def switched(core: Any, watch: Watch | None = None, *, masked: bool = True) -> I
         UnsupportedEdit: the model's attention implementation is another than sdpa or eager.
     """
     config = core.config
-    previous = config._attn_implementation
-    name = previous if previous in map(_name, PREVIOUS) else _name(previous)
-    if name not in map(_name, PREVIOUS):
+    previous = str(config._attn_implementation).removeprefix(_PREFIX)
+    if previous not in PREVIOUS:
         raise UnsupportedEdit(
             f"attention implementation {previous!r} cannot be stepped in for; load the model with attn_implementation="
             f"'sdpa' or 'eager'. Nothing was changed."
         )
     before = vars(_local).copy()
     _local.watch, _local.masked = watch or before.get("watch"), masked
-    config._attn_implementation = name
+    with _COUNTS_LOCK:  # models may share a configuration, each under a lock of its own
+        _COUNTS[id(config)] = _COUNTS.get(id(config), 0) + 1
+        config._attn_implementation = _PREFIX + previous
     try:
         yield
     finally:
-        config._attn_implementation = previous
+        with _COUNTS_LOCK:
+            _COUNTS[id(config)] -= 1
+            if not _COUNTS[id(config)]:
+                del _COUNTS[id(config)]
+                config._attn_implementation = previous
         _local.__dict__.clear()
         _local.__dict__.update(before)
-
-
-def _name(previous: str) -> str:
-    return f"contextmem-{previous}"
 
 
 def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -87,6 +92,8 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if (watch := getattr(_local, "watch", None)) is not None:
             watch(module.layer_idx, query * (scale * query.shape[-1] ** 0.5), key)
         if isinstance(key, Attended):
+            if extra := [name for name in _EXTRAS if kwargs.get(name) is not None]:
+                raise UnsupportedEdit(f"attention with {extra[0]} is not computed over a compacted cache")
             return key.attend(query, scale, kwargs["position_ids"]).transpose(1, 2).contiguous(), None
         # Eager attention is a function of the model's own file, which no registry knows.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -107,5 +114,5 @@ def _mask_of(previous: str) -> Callable[..., Any]:
 
 
 for _previous in PREVIOUS:
-    AttentionInterface.register(_name(_previous), _attention_of(_previous))
-    AttentionMaskInterface.register(_name(_previous), _mask_of(_previous))
+    AttentionInterface.register(_PREFIX + _previous, _attention_of(_previous))
+    AttentionMaskInterface.register(_PREFIX + _previous, _mask_of(_previous))

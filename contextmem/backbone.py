@@ -278,7 +278,7 @@ class Backbone:
 
     def _as_attention_mask(self, allowed: Tensor) -> Tensor:
         """A (1, 1, n_new, n_slots) mask in the form the attention implementation reads."""
-        implementation = self.core.config._attn_implementation
+        implementation = self.core.config._attn_implementation.removeprefix("contextmem-")
         mask = allowed[None, None].to(self.device)
         if implementation == "sdpa":
             return mask

@@ -8,11 +8,11 @@ from typing import Any
 
 from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
-from contextmem.compaction import ALLOCATIONS
+from contextmem.compaction import ALLOCATIONS, check_compactable
 from contextmem.errors import InvalidInput
 from contextmem.eviction import Evictor, evictor_named
 
-__all__ = ["FULL_TIERS", "Budget"]
+__all__ = ["FULL_TIERS", "Budget", "check_eviction"]
 
 FULL_TIERS = (None, "cpu", "disk")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -53,6 +53,7 @@ class Budget:
 
         Raises:
             InvalidInput: one of the arguments makes no sense.
+            UnsupportedEdit: the model's attention cannot run over a compacted cache.
         """
         n_tokens = _n_tokens(backbone, size)
         reserve = min(_DEFAULT_RESERVE, n_tokens // 4) if reserve is None else reserve
@@ -60,25 +61,21 @@ class Budget:
             raise InvalidInput(
                 f"reserve must be a number of tokens below the budget of {n_tokens:,}, not {reserve!r}. Nothing was changed."
             )
-        check_choice("allocation", allocation, ALLOCATIONS)
-        if full_tier not in FULL_TIERS:
-            raise InvalidInput(f"full_tier must be one of {FULL_TIERS}, not {full_tier!r}. Nothing was changed.")
+        check_eviction(evictor, allocation, full_tier)
+        check_compactable(backbone)
         return cls(n_tokens, reserve, evictor_named(evictor), allocation, full_tier)
-
-    def options(self) -> dict[str, Any]:
-        """The constructor arguments of a memory that give this budget."""
-        return {
-            "budget": self.n_tokens,
-            "reserve": self.reserve,
-            "evictor": self.evictor.name,
-            "allocation": self.allocation,
-            "full_tier": self.full_tier,
-        }
 
     @property
     def target(self) -> int:
         """Tokens that a compaction leaves."""
         return self.n_tokens - self.reserve
+
+
+def check_eviction(evictor: str | Evictor, allocation: str, full_tier: str | None) -> None:
+    """Raise `InvalidInput` unless there are such an evictor, allocation and full tier."""
+    evictor_named(evictor)
+    check_choice("allocation", allocation, ALLOCATIONS)
+    check_choice("full_tier", full_tier, FULL_TIERS)
 
 
 def _n_tokens(backbone: Backbone, size: Any) -> int:

@@ -1,22 +1,27 @@
 """Which slots a compaction keeps: one choice over layers, heads and tokens, by score and within a number.
 
-Pure functions over tensors; nothing here runs the model.
+Pure functions over tensors; only `check_compactable` runs the model, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from contextmem.arguments import check_choice
+from contextmem.backbone import Backbone
 from contextmem.cache import SpanCache
+from contextmem.errors import UnsupportedEdit
 from contextmem.ragged import RaggedCache
 
-__all__ = ["ALLOCATIONS", "chosen", "compacted", "unseen_last"]
+__all__ = ["ALLOCATIONS", "check_compactable", "chosen", "compacted", "unseen_last"]
 
 ALLOCATIONS = ("global", "layer", "uniform")
+_COMPACTABLE: WeakKeyDictionary[Any, float | str] = WeakKeyDictionary()
 _GONE, _LAST = float("-inf"), torch.finfo(torch.float32).min
 
 
@@ -53,6 +58,35 @@ def unseen_last(scores: Tensor, positions: Tensor, next_position: int, windows: 
             left = positions <= next_position - window
             scores[index] = torch.where(left & (scores[index] > _GONE), torch.full((), _LAST), scores[index])
     return scores
+
+
+def check_compactable(backbone: Backbone) -> None:
+    """Measure, once a model, that a compacted cache with everything kept gives the logits of the dense one.
+
+    Raises:
+        UnsupportedEdit: it does not, or the model's attention cannot be stepped in for.
+    """
+    core = backbone.core
+    if core not in _COMPACTABLE:
+        try:
+            _COMPACTABLE[core] = _difference(backbone)
+        except (UnsupportedEdit, RuntimeError, TypeError, AttributeError, ValueError, KeyError) as error:
+            _COMPACTABLE[core] = str(error)
+    found = _COMPACTABLE[core]
+    if isinstance(found, str) or found > (1e-4 if backbone.dtype == torch.float32 else 5e-2):
+        why = found if isinstance(found, str) else f"its logits would be off by {found:.1e} of the largest"
+        raise UnsupportedEdit(f"{type(core).__name__} cannot be compacted: {why}. Nothing was changed.")
+
+
+def _difference(backbone: Backbone) -> float:
+    """Largest difference of logits between a dense and a compacted cache of the same slots, relative to the largest."""
+    ids = [index % backbone.core.get_input_embeddings().weight.shape[0] for index in range(3, 15)]
+    dense = backbone.new_cache()
+    backbone.prefill(ids[:8], dense)
+    keep = torch.ones(len(dense.layers), dense.layers[0].keys.shape[1], 8, dtype=torch.bool)
+    ragged = RaggedCache.of(dense, keep, backbone.windows)
+    told, wanted = (backbone.forward(ids[8:], cache, all_logits=True) for cache in (ragged, dense))
+    return float((told - wanted).abs().max() / wanted.abs().max())
 
 
 def compacted(cache: SpanCache, keep: Tensor, windows: Sequence[int | None]) -> RaggedCache:

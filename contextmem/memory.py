@@ -22,7 +22,7 @@ from contextmem import numerics, provenance, storage
 from contextmem.answers import AnswerStream
 from contextmem.arguments import check_choice, check_label, listed, plain_metadata
 from contextmem.backbone import CHUNK, Backbone
-from contextmem.budget import Budget
+from contextmem.budget import Budget, check_eviction
 from contextmem.cache import SpanCache
 from contextmem.codec import Codec
 from contextmem.decoding import Decoding, Generation, decode
@@ -37,7 +37,7 @@ from contextmem.errors import (
     MemoryClosed,
 )
 from contextmem.events import Event, logger, record_of
-from contextmem.eviction import Evictor
+from contextmem.eviction import Evictor, evictor_named
 from contextmem.framing import framing_of
 from contextmem.identity import check_identity, identity_of
 from contextmem.ledger import KINDS, STATES, Ledger, Segment
@@ -127,6 +127,7 @@ class ContextMemory:
         self._eraser = eraser_option(eraser, self.backbone)
         self._restorer = restorer_option(restorer)
         self._eviction: dict[str, Any] = {"evictor": evictor, "allocation": allocation, "full_tier": full_tier}
+        check_eviction(**self._eviction)
         self._budget = self._budget_of(budget, reserve)
         self._codec = Codec.of(tokenizer)
         self._framing = framing_of(self._codec)
@@ -444,9 +445,9 @@ class ContextMemory:
                 before.append(span(self._new_id(), "user", question[1], text=question[0]))
             prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
             closing = len(self._framing.answer_close) if keep else 0
+            check_room(self.backbone, base.cache.next_position, len(prompt) + 1 + closing, "the question")
             if recall is not None:
                 base = self._recalled(base, tuple(prompt))
-            check_room(self.backbone, base.cache.next_position, len(prompt) + 1 + closing, "the question")
             with self._transient(base, prompt) as (cache, feed):
                 reused = cache.n_slots
                 with Progress("prefill", len(feed), reused, progress) as report:
@@ -529,6 +530,8 @@ class ContextMemory:
             check_room(self.backbone, base.cache.next_position, len(before) + len(ids))
             with self._transient(base, before) as (cache, feed):
                 first = self.backbone.prefill(feed, cache, chunk=self.chunk_size, step=self._step(None))
+                if not before:
+                    cache = base.cache.view()  # with the last token as it was read in its place
                 total = float(first.double().log_softmax(-1)[ids[0]])
                 for start in range(0, len(ids) - 1, _SCORED_AT_ONCE):
                     part = ids[start : min(start + _SCORED_AT_ONCE, len(ids) - 1)]
@@ -588,6 +591,8 @@ class ContextMemory:
                 return Report("none", requested, why, "none", tokens_reused=base.n_slots, dry_run=dry_run)
             edit = self._edit(base, targets)
             chosen, why = choose(edit) if method == "auto" else (method_named(method), "as requested")
+            if edit.state.is_compacted and chosen.name == "recompute":  # computes over what was kept otherwise
+                edit = replace(edit, state=opened(self.backbone, base))
             check_cached(edit, chosen)
             plan = chosen.plan(edit)
             removes = plan.guarantee != "none"
@@ -698,8 +703,9 @@ class ContextMemory:
             return Report(
                 method="recompute",
                 requested="settle",
-                why=f"{plan.tokens:,} tokens stood after the first approximate edit",
-                guarantee="exact",
+                why=f"{plan.tokens:,} tokens stood after the first approximate edit"
+                + (", and the budget evicted some of the exact context again" if self._state.is_compacted else ""),
+                guarantee="approximate" if self._state.is_compacted else "exact",
                 tokens_recomputed=plan.tokens,
                 tokens_reused=plan.reused,
                 seconds=seconds,
@@ -720,7 +726,8 @@ class ContextMemory:
             seconds = self._evict(replace(self._budget, n_tokens=self._budget.target, reserve=0), progress)
             evicted = round(before - n_tokens_held(self._state))
             why = f"{self._budget.evictor.name} kept {n_tokens_held(self._state):,.0f} of {before:,.0f} tokens"
-            return Report("compact", "compact", why, "approximate" if evicted else "exact", seconds=seconds)
+            guarantee = "approximate" if self._state.is_compacted else "exact"
+            return Report("compact" if evicted else "none", "compact", why, guarantee, seconds=seconds)
 
     def rehydrate(self, question: str, *, prefix: str = "", progress: ProgressCallback | None = None) -> Report:
         """Bring back from the full tier what `question` attends to most, in the place of what it does not.
@@ -734,7 +741,9 @@ class ContextMemory:
         with self._working():
             base, started = self._state, time.perf_counter()
             opening = ids_of(self._dialogue.opened(base.ledger))
-            after = self._recalled(base, (*opening, *asked, *self._framing.answer_open, *begun))
+            ids = (*opening, *asked, *self._framing.answer_open, *begun)
+            check_room(self.backbone, base.cache.next_position, len(ids), "the question")
+            after = self._recalled(base, ids)
             if after is base:
                 return Report("none", "rehydrate", "nothing was evicted", "exact", tokens_reused=base.n_slots)
             self._commit(after, progress)
@@ -809,7 +818,13 @@ class ContextMemory:
         with self._working():
             name = getattr(self.backbone.core, "name_or_path", None) or None
             identity = identity_of(self.backbone, self._codec)
-            options = {"chunk_size": self.chunk_size, **(self._budget.options() if self._budget else {})}
+            options = {
+                "chunk_size": self.chunk_size,
+                **self._eviction,
+                "evictor": evictor_named(self._eviction["evictor"]).name,
+            }
+            if self._budget is not None:
+                options |= {"budget": self._budget.n_tokens, "reserve": self._budget.reserve}
             storage.write(path, storage.Saved(name, identity, options, self._state, self._events))
             return Path(path)
 
@@ -830,8 +845,8 @@ class ContextMemory:
         manifest = storage.read_manifest(path)
         if (model is None) != (tokenizer is None):
             raise InvalidInput("give both model and tokenizer, or neither to load them by the name in the file.")
-        saved_options = {name: value for name, value in manifest["options"].items() if name != "chunk_size"}
-        options = {**saved_options, **options}
+        kept = {"chunk_size", "reserve"} if "budget" in options else {"chunk_size"}
+        options = {name: value for name, value in manifest["options"].items() if name not in kept} | options
         if model is None:
             options.setdefault("dtype", manifest["identity"]["dtype"])
             memory = cls.from_pretrained(manifest["model"] or "", **options)
@@ -900,10 +915,9 @@ class ContextMemory:
         with self._editing:
             with Progress("recompute", n_tokens, reused, progress) as bar:
                 next_state = compute(self._step(bar))
+            self._note_speed(n_tokens, time.perf_counter() - started)
             self._commit(next_state, progress)
-        seconds = time.perf_counter() - started
-        self._note_speed(n_tokens, seconds)
-        return seconds
+        return time.perf_counter() - started
 
     def _commit(self, state: State, progress: ProgressCallback | None = None) -> None:
         state.check()
@@ -935,18 +949,21 @@ class ContextMemory:
             )
         if after is not state:
             after.check()
-            self._log("evict", (), method=budget.evictor.name, tokens_computed=state.n_slots)
+            self._log("evict", (), method=budget.evictor.name)
         return after
 
     def _recalled(self, state: State, question: tuple[int, ...]) -> State:
-        if self._budget is None or not state.is_compacted:
+        if not state.is_compacted:
             return state
+        if self._budget is None:
+            raise InvalidInput(
+                "this memory has no budget any more: settle() brings everything back. Nothing was changed."
+            )
         step = self._step(None)
         return recalled(self.backbone, self._codec, self._framing, self._budget, state, question, step)
 
     def _evict(self, budget: Budget, progress: ProgressCallback | None) -> float:
         started = time.perf_counter()
-        check_budget(budget, self._state.ledger)
         self._state = self._within(budget, self._state, progress)
         return time.perf_counter() - started
 
@@ -1001,7 +1018,7 @@ class ContextMemory:
         if edit.state.is_compacted:  # its tail was cut
             scores = base.scores[..., : after.n_slots] if base.scores is not None else None
             return replace(after, full=base.full, scores=scores)
-        return after if method.plan(edit).guarantee == "exact" else carried(base, after, edit.kept)
+        return after if method.plan(edit).guarantee == "exact" else carried(base, after)
 
     def _edit_of(self, state: State, targets: tuple[Segment, ...], step: Any) -> Edit:
         return Edit(
@@ -1036,7 +1053,7 @@ class ContextMemory:
         try:
             yield cache, feed
         finally:
-            if ids and self._state is base:
+            if ids and self._state is base and not base.is_compacted:  # the room it needed would count as held
                 base.cache.adopt(cache)  # what the answer had to grow is there for the next one
             cache.release()
 

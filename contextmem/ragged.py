@@ -86,12 +86,12 @@ class RaggedLayer(SpanLayer):
         at = position_ids.reshape(-1)
         seen_tail: Tensor | None = None
         seen_kept: list[Tensor] | None = None
-        if len(at) > 1 or self._window is not None:
-            cache = self._cache()
-            assert cache is not None
+        cache = self._cache()
+        assert cache is not None
+        if len(at) > 1 or self._window is not None or cache.is_before_restore:
             where = torch.cat((cache.positions[self._offset :].to(at.device), at))[: self.length]
             seen_tail = is_seen(at, where, self._window)
-            if self._window is not None:
+            if self._window is not None or cache.is_before_restore:
                 places = (cache.early_positions[slots].to(at.device) for slots in self.kept.slots)
                 seen_kept = [is_seen(at, place, self._window) for place in places]
         return attention_over(query * scaling, self.kept, self.keys, self.values, seen_tail, seen_kept)
@@ -209,6 +209,17 @@ class RaggedCache(SpanCache):
         other.extend(self, self.offset)
         other.next_position = position + n
         return other
+
+    @property
+    def is_before_restore(self) -> bool:
+        """Whether the next token stands before the restore slots, as the last one does when it is fed again."""
+        return self.n_restore > 0 and self.next_position <= int(self.early_positions[-1])
+
+    def grew(self, n_tokens: int) -> None:
+        """As of a dense cache; what comes after the tokens comes after the restore slots."""
+        super().grew(n_tokens)
+        if self.is_before_restore:
+            self.next_position = int(self.early_positions[-1]) + 1
 
     def held(self) -> Tensor:
         """Which slots each head holds, restore slots aside, (layers, heads, n_slots)."""

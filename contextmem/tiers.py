@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from contextmem.budget import Budget
 from contextmem.cache import SpanCache
 from contextmem.codec import Codec
 from contextmem.compaction import chosen, compacted, unseen_last
-from contextmem.errors import ContextOverflow, UnsupportedEdit
+from contextmem.errors import ContextOverflow, InvalidInput, StorageError, UnsupportedEdit
 from contextmem.eviction.base import N_SINK, Reading
 from contextmem.eviction.question import Asked
 from contextmem.framing import Framing
@@ -24,6 +25,11 @@ from contextmem.restorer import RestoreKV
 from contextmem.state import State, Step, rebuilt
 
 __all__ = ["carried", "check_budget", "n_tokens_held", "opened", "recalled", "restores", "shares_held", "within"]
+
+
+_LEAST_ROOM = 16  # positions left after restore slots
+_N_BEFORE = 8  # tokens before those to score that an evictor is told
+_LEAST = torch.finfo(torch.float32).min
 
 
 def n_tokens_held(state: State) -> float:
@@ -48,13 +54,15 @@ def is_protected(span: Segment) -> bool:
     )
 
 
-def protected(ledger: Ledger) -> Tensor:
-    """Which slots a compaction keeps whole, (n_slots,)."""
+def protected(ledger: Ledger, n_recent: int = 0, most: int = 0) -> Tensor:
+    """Which slots a compaction keeps whole, (n_slots,): those of `is_protected`, and the last `n_recent` up to `most`."""
     mask = torch.zeros(ledger.n_slots, dtype=torch.bool)
     mask[:N_SINK] = True
     mask[-1:] = True  # the next token may have to be told from it alone
     for span in filter(is_protected, ledger.spans):
         mask[span.start : span.stop] = True
+    n_recent = max(0, min(n_recent, most - int(mask.sum())))
+    mask[len(mask) - n_recent :] = True
     return mask
 
 
@@ -97,22 +105,25 @@ def within(
         ledger = dense.ledger.without_erased()
         start = min(dense.exact_slots, ledger.n_slots)
         dense = rebuilt(backbone, dense, ledger, start, chunk=chunk, step=step)
-        state = carried(state, dense, ((0, start),))
+        state = carried(state, dense)
         if n_tokens_held(state) <= budget.n_tokens:
             return state
     check_budget(budget, state.ledger)
-    n_restore = restorer.n if restorer is not None and restores(restorer, backbone, budget, state) else 0
+    kept_whole = protected(state.ledger, getattr(budget.evictor, "n_recent", 0), budget.target // 2)
+    n_restore = 0
+    if restorer is not None and restores(restorer, backbone, budget, state, int(kept_whole.sum())):
+        n_restore = restorer.n
     scores = _scored(backbone, codec, framing, budget, state, step)
     held = state.cache.held() if isinstance(state.cache, RaggedCache) else torch.ones_like(scores, dtype=torch.bool)
     ranked = scores.masked_fill(~held, float("-inf"))
     ranked = unseen_last(ranked, state.cache.positions, state.cache.next_position, backbone.windows)
     n_keep = (budget.target - n_restore) * scores.shape[0] * scores.shape[1]
-    keep = chosen(ranked, protected(state.ledger), n_keep, budget.allocation)
+    keep = chosen(ranked, kept_whole, n_keep, budget.allocation)
     full = _full(state, budget)
     cache = compacted(state.cache, keep, backbone.windows)
     if n_restore:
         assert restorer is not None
-        seen = full if full is not None else state.cache
+        seen = opened(backbone, state).cache if full is not None else state.cache
         cache = cache.restored(restorer.slots(backbone, seen), seen.next_position)
     return State(
         ledger=state.ledger,
@@ -145,18 +156,24 @@ def recalled(
             "'disk'. Nothing was changed."
         )
     dense = opened(backbone, state)
-    reading = Reading(backbone, codec, framing, dense.cache, (), 0, step)
+    reading = Reading(backbone, codec, framing, dense.cache, (), 0, step=step)
     scores = unseen_last(
         Asked(question).scores(reading), dense.cache.positions, dense.cache.next_position, backbone.windows
     )
     keep = chosen(scores, protected(state.ledger), budget.target * scores.shape[0] * scores.shape[1], budget.allocation)
-    return replace(state, cache=compacted(dense.cache, keep, backbone.windows), full=_full(state, budget))
+    known = _scored(backbone, codec, framing, budget, state, step)
+    cache = compacted(dense.cache, keep, backbone.windows)
+    return replace(state, cache=cache, full=_full(state, budget), scores=known)
 
 
-def restores(restorer: RestoreKV, backbone: Backbone, budget: Budget, state: State) -> bool:
-    """Whether restore slots are worth their place: at most a quarter of what is kept, and positions are left for them."""
-    position = state.cache.next_position
-    return 4 * restorer.n <= budget.target and position + restorer.n + budget.reserve <= backbone.context_length
+def restores(restorer: RestoreKV, backbone: Backbone, budget: Budget, state: State, n_whole: int) -> bool:
+    """Whether restore slots are worth their place.
+
+    They take at most a quarter of what is kept, there is room beside the `n_whole` slots that are kept whole, and positions
+    are left for them and for what comes after.
+    """
+    n, left = restorer.n, backbone.context_length - state.cache.next_position
+    return 4 * n <= budget.target and n_whole + n <= budget.target and n + max(budget.reserve, _LEAST_ROOM) <= left
 
 
 def opened(backbone: Backbone, state: State) -> State:
@@ -174,16 +191,17 @@ def opened(backbone: Backbone, state: State) -> State:
     return State(state.ledger, whole, state.exact_slots)
 
 
-def carried(before: State, after: State, kept: tuple[tuple[int, int], ...]) -> State:
-    """`after`, an edit of `before`, with the scores of slots that stayed: all in place, or those of the ranges `kept`."""
+def carried(before: State, after: State) -> State:
+    """`after`, an edit of `before`, with the scores of the leading slots that are where they were."""
     if before.scores is None:
         return after
-    n = before.scores.shape[-1]
-    if after.n_slots == before.n_slots:
-        return replace(after, scores=before.scores)
-    index = [torch.arange(start, min(stop, n)) for start, stop in kept if start < n]
-    scores = before.scores[..., torch.cat(index)] if index else None
-    return replace(after, scores=scores[..., : after.n_slots] if scores is not None else None)
+    n = 0
+    for old, new in zip(before.ledger.spans, after.ledger.spans, strict=False):
+        if (old.id, old.start, old.stop) != (new.id, new.start, new.stop):
+            break
+        n = new.stop
+    n = min(n, before.scores.shape[-1])
+    return replace(after, scores=before.scores[..., :n] if n else None)
 
 
 def _scored(backbone: Backbone, codec: Codec, framing: Framing, budget: Budget, state: State, step: Step) -> Tensor:
@@ -199,8 +217,15 @@ def _scored(backbone: Backbone, codec: Codec, framing: Framing, budget: Budget, 
         for span in state.ledger.spans
         for token in (span.token_ids if span.state != "erased" else stand_in * span.n_tokens)
     ]
-    reading = Reading(backbone, codec, framing, state.cache, tuple(ids[known:]), known, step)
-    new = budget.evictor.scores(reading).float()
+    before = tuple(ids[max(0, known - _N_BEFORE) : known])
+    reading = Reading(backbone, codec, framing, state.cache, tuple(ids[known:]), known, before, step)
+    new = torch.as_tensor(budget.evictor.scores(reading)).detach().to("cpu", torch.float32)
+    if new.shape != reading.empty().shape:
+        raise InvalidInput(
+            f"evictor {budget.evictor.name!r} gave scores of shape {tuple(new.shape)}, not (layers, heads, slots) "
+            f"{tuple(reading.empty().shape)}. Nothing was changed."
+        )
+    new = new.nan_to_num(nan=_LEAST, neginf=_LEAST)  # minus infinity is for what is gone
     if state.scores is None:
         return new
     return torch.cat((state.scores, new), dim=-1)
@@ -216,6 +241,12 @@ def _full(state: State, budget: Budget) -> SpanCache | None:
 def _on_disk(buffer: Tensor) -> Tensor:
     """The same values in a file of their own, which is mapped and has no name any more."""
     with tempfile.NamedTemporaryFile(prefix="contextmem-") as file:  # mode 0600
+        try:
+            os.posix_fallocate(
+                file.fileno(), 0, max(1, buffer.nbytes)
+            )  # a full disk is told here, not by a signal later
+        except OSError as error:
+            raise StorageError(f"no room for the full tier on disk: {error}. Nothing was changed.") from error
         mapped = torch.from_file(file.name, shared=True, size=buffer.numel(), dtype=buffer.dtype)
     return mapped.view(buffer.shape).copy_(buffer)
 
@@ -227,8 +258,10 @@ _PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _whole(state: State) -> SpanCache:
-    """Every slot of a state, dense."""
+    """Every slot of a state, dense; restore slots are no part of it."""
     if not state.is_compacted:
         return state.cache
     assert state.full is not None
-    return state.full.joined(state.cache, state.full.n_slots)
+    whole = state.full.joined(state.cache, state.full.n_slots)
+    whole.next_position = int(whole.positions[-1]) + 1
+    return whole

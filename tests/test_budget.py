@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import assert_equal_logits, assert_equals_reference, assert_unchanged, snapshot
 from test_ragged import reference_attention
-from tiny import tiny_model, tiny_tokenizer
+from tiny import build, tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoConfig
 
 from contextmem import ContextMemory, ContextOverflow, InvalidInput, UnsupportedEdit
 from contextmem.compaction import ALLOCATIONS, chosen
@@ -285,6 +286,145 @@ class TestEditing:
         assert smaller.stats().tokens_held <= 80
 
 
+class TestFaultsFoundInReview:
+    """Each was one before it was a test."""
+
+    def test_recomputing_the_tail_does_not_run_over_what_was_kept(self, model: Any) -> None:
+        memory = new(model, budget=160, full_tier="cpu")
+        memory.append(TEXT * 3)
+        memory.append("Number one. ")
+        tail = memory.append("Number two. ")
+        memory.retract(tail, method="recompute")
+        memory.set_budget(None)
+        memory.settle()
+        assert_equals_reference(memory)
+
+    def test_recomputing_the_tail_after_an_approximate_edit(self) -> None:
+        memory = new(full_tier="cpu")
+        segments = [memory.append(text) for text in ("One. ", "Two. ", TEXT * 3)]
+        memory.retract(segments[1], method="mask")
+        memory.set_budget(160)
+        tail = memory.append("The tail. ")
+        assert memory.retract(tail, method="recompute").guarantee == "exact"
+
+    def test_a_recalled_memory_goes_on(self, model: Any) -> None:
+        memory = new(model, budget=150, full_tier="cpu")
+        memory.append(TEXT * 3)
+        memory.append("Ten bytes.")
+        memory.rehydrate("Where?")
+        for _ in range(4):
+            memory.append(TEXT)
+            assert memory.stats().tokens_held <= 150
+
+    @pytest.mark.parametrize("name", ["mistral", "gemma3", "phi3"])
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_scoring_over_a_gap_within_a_window(self, name: str, attention: str) -> None:
+        memory = new(tiny_model(name, attention), evictor="kvzip")
+        segments = [memory.append(text) for text in (TEXT, "Some ten bytes. ", "x")]
+        memory.retract(segments[1], method="mask")
+        memory.set_budget(200)
+        memory.append(TEXT * 3)
+        assert memory._state.is_compacted
+
+    def test_a_valid_memory_with_much_pinned_text_loads(self, tmp_path: Path) -> None:
+        memory = new(budget=100)
+        memory.append("p" * 50, pinned=True)
+        memory.append("x" * 60)
+        memory.append("q" * 20, pinned=True)
+        memory.save(tmp_path / "m.ctx")
+        again = ContextMemory.load(tmp_path / "m.ctx", memory.model, TOKENIZER)
+        assert again.stats().tokens_held == memory.stats().tokens_held == pytest.approx(95, abs=5)
+        memory.set_budget(100)
+
+    def test_a_reserve_that_was_saved_does_not_bind_another_budget(self, tmp_path: Path) -> None:
+        memory = new(budget=400, reserve=200)
+        memory.append(TEXT)
+        memory.save(tmp_path / "m.ctx")
+        again = ContextMemory.load(tmp_path / "m.ctx", memory.model, TOKENIZER, budget=150)
+        assert again.budget is not None and again.budget.reserve == 37
+
+    @pytest.mark.parametrize("method", ["kveraser", "instruct", "mask", "delete_and_shift"])
+    def test_scores_stay_with_their_slots(self, method: str) -> None:
+        memory = new(full_tier="cpu")
+        segments = [memory.append(text) for text in (TEXT, "Two. ", TEXT, "Four. ", TEXT)]
+        memory.set_budget(200)
+        gone = [segments[1], segments[3]]
+        memory.retract(gone, method=method)
+        if not memory._state.is_compacted:
+            memory.set_budget(150)
+        scores, whole = memory._state.scores, opened(memory.backbone, memory._state).cache
+        assert scores is not None
+        expected = torch.stack([-layer.keys[0].norm(dim=-1) for layer in whole.layers])[..., : scores.shape[-1]]
+        if method == "kveraser":  # the steering blocks are always kept, their old scores do not count
+            keep = [s for s in range(scores.shape[-1]) if not any(t.start <= s < t.stop for t in gone)]
+            scores, expected = scores[..., keep], expected[..., keep]
+        assert torch.allclose(scores, expected, atol=1e-5)
+
+    def test_no_room_is_held_for_an_answer_that_was_not_kept(self) -> None:
+        memory = new(budget=128)
+        memory.append("x" * 300)
+        before = memory.nbytes
+        memory.ask("?", max_new_tokens=600)
+        assert memory.nbytes == before
+
+    @pytest.mark.parametrize("evictor", list(EVICTORS))
+    def test_scoring_near_the_end_of_the_context_length(self, evictor: str) -> None:
+        memory = new(build(tiny_config("llama", max_position_embeddings=220)), budget=120, evictor=evictor)
+        memory.append("x" * 200)
+        assert memory._state.is_compacted and memory.stats().tokens_held <= 120
+
+    def test_what_an_evictor_gives_is_checked(self) -> None:
+        class Odd:
+            name = "odd"
+
+            def __init__(self, make: Any) -> None:
+                self.make = make
+
+            def scores(self, reading: Any) -> torch.Tensor:
+                made: torch.Tensor = self.make(reading.empty())
+                return made
+
+        memory = new(budget=100, evictor=Odd(lambda empty: empty - float("inf")), system="Be brief.")
+        memory.append("x" * 200)
+        assert memory.stats().tokens_held <= 100
+        assert next(row.held for row in memory.stats().segments if row.kind == "system") == 1.0
+        memory = new(budget=100, evictor=Odd(lambda empty: empty[:1]))
+        with pytest.raises(InvalidInput, match="shape"):
+            memory.append("x" * 200)
+
+    def test_attention_with_more_than_queries_and_keys_is_refused_when_a_budget_is_set(self) -> None:
+        config = AutoConfig.for_model(
+            "gemma2",
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
+        memory = ContextMemory(build(config, "eager"), TOKENIZER, eraser=None)
+        memory.append(TEXT)
+        with pytest.raises(UnsupportedEdit, match="softcap"):
+            memory.set_budget(100)
+        assert memory.budget is None
+
+    @pytest.mark.parametrize("options", [{"evictor": "psychic"}, {"full_tier": "moon"}, {"allocation": "fair"}])
+    def test_nonsense_is_refused_without_a_budget_too(self, options: dict[str, Any]) -> None:
+        with pytest.raises(InvalidInput):
+            new(**options)
+
+    def test_reports_tell_what_is_so(self) -> None:
+        memory = new(budget=150, full_tier="cpu")
+        memory.append(TEXT * 4)
+        assert memory.settle().guarantee == "approximate" and memory.compact().guarantee == "approximate"
+        memory.set_budget(None)
+        with pytest.raises(InvalidInput, match="settle"):
+            memory.rehydrate("?")
+
+
 class TestRecall:
     def test_a_question_brings_back_what_it_attends_to(self, model: Any) -> None:
         memory = new(model, full_tier="cpu", evictor="streaming_llm")
@@ -357,14 +497,15 @@ class BudgetMachine(RuleBasedStateMachine):
         self.watched: list[tuple[ContextMemory, Any]] = []
         self.marks: list[tuple[Any, Any, Any]] = []
 
-    def attempt(self, call: Any) -> None:
-        """What does not fit is refused and changes nothing."""
+    def attempt(self, call: Any, refusable: bool = False) -> None:
+        """What does not fit, or needs what was evicted, is refused and changes nothing."""
         before, budget = snapshot(self.memory), self.memory.budget
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 call()
-            except (ContextOverflow, UnsupportedEdit):
+            except (ContextOverflow, UnsupportedEdit) as refusal:
+                assert refusable or isinstance(refusal, ContextOverflow)
                 assert_unchanged(self.memory, before)
                 assert self.memory.budget == budget
 
@@ -384,13 +525,18 @@ class BudgetMachine(RuleBasedStateMachine):
     @rule(data=st.data(), method=st.sampled_from(["auto", "recompute", "kveraser", "mask", "delete_and_shift"]))
     def retract(self, data: st.DataObject, method: str) -> None:
         target = data.draw(st.sampled_from(self.memory.segments()))
-        self.attempt(lambda: self.memory.retract(target, method=method))
+        self.attempt(lambda: self.memory.retract(target, method=method), refusable=method not in ("auto", "recompute"))
 
     @precondition(lambda self: self.memory.segments())
     @rule(data=st.data(), n=st.integers(0, 40))
     def replace(self, data: st.DataObject, n: int) -> None:
         target = data.draw(st.sampled_from(self.memory.segments()))
         self.attempt(lambda: self.memory.replace(target, "r" * n))
+
+    @rule(n=st.integers(0, 20))
+    def recall(self, n: int) -> None:
+        self.attempt(lambda: self.memory.rehydrate("q" * n), refusable=True)
+        self.attempt(lambda: self.memory.ask("q" * n, recall="full_tier", max_new_tokens=3), refusable=True)
 
     @rule(size=st.integers(60, 120))
     def resize(self, size: int) -> None:

@@ -185,6 +185,18 @@ def test_a_model_that_shares_the_configuration_is_not_disturbed() -> None:
     assert one.config._attn_implementation == "sdpa"
 
 
+def test_interleaved_forwards_of_models_that_share_a_configuration() -> None:
+    """Two locks, one configuration: the first to leave must not pull the name from under the second."""
+    model = build(tiny_config("llama"))
+    first, second = switched(model), switched(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation == "contextmem-sdpa"
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_other_attention_is_refused() -> None:
     model = build(tiny_config("llama"))
     model.config._attn_implementation = "flex_attention"

@@ -118,6 +118,56 @@ def test_saved_forked_and_rewound_with_their_slots(model: Any, tmp_path: Path) -
         assert other.next_position == memory.next_position
 
 
+def test_what_stands_before_them_does_not_see_them(model: Any) -> None:
+    """The last token, fed again, gives what it gives without restore slots; what follows comes after them."""
+    restorer = restorer_of(model, n=4)
+    memory = new(model, budget=160)
+    memory.append(TEXT * 4)
+    plain = memory._state.cache
+    assert isinstance(plain, RaggedCache)
+    restored = plain.restored(restorer.slots(memory.backbone, plain), plain.next_position)
+    logits = []
+    for cache in (plain, restored):
+        again = cache.view()
+        again.rewind(cache.n_slots - 1)
+        logits.append(memory.backbone.forward(memory.token_ids[-1:], again))
+        assert again.next_position == cache.next_position
+    assert torch.allclose(*logits, atol=1e-5 * float(logits[0].abs().max()))
+
+
+def test_scores_are_those_of_the_logits(model: Any) -> None:
+    memory = new(model, budget=160, restorer=restorer_of(model, n=4))
+    memory.append(TEXT * 4)
+    first, second = memory._codec.encode("ab")
+    expected = float(memory.logits("").log_softmax(-1)[first]) + float(memory.logits("a").log_softmax(-1)[second])
+    assert memory.score("ab") == pytest.approx(expected, rel=1e-4)
+
+
+def test_they_never_take_the_memory_over_its_budget() -> None:
+    model = tiny_model("llama")
+    memory = new(model, budget=60, reserve=0, restorer=restorer_of(model, n=8))
+    memory.append("p" * 45, pinned=True)
+    memory.append(TEXT * 2)
+    assert memory.stats().tokens_held <= 60
+
+
+def test_an_automatic_one_stays_away_from_a_model_with_the_users_own_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONTEXTMEM_CACHE", str(tmp_path))
+    model = build(tiny_config("llama"), seed=11)
+    RestoreKV.untrained(model, n=4, evictor="knorm").save_pretrained(tmp_path / "weights" / "mine")
+    memory = new(model, budget=160, restorer="auto")
+    memory.append(TEXT * 4)
+    cache = memory._state.cache
+    assert isinstance(cache, RaggedCache) and cache.n_restore == 4
+    wrapped = get_peft_model(build(tiny_config("llama"), seed=11), LoraConfig(r=2, target_modules=["q_proj"]))
+    memory = new(wrapped, budget=160, restorer="auto")
+    memory.append(TEXT * 4)
+    cache = memory._state.cache
+    assert isinstance(cache, RaggedCache) and cache.n_restore == 0
+
+
 class TestFiles:
     def test_saved_and_loaded(self, tmp_path: Path) -> None:
         model = tiny_model("llama")

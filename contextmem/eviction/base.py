@@ -32,6 +32,7 @@ class Reading:
         cache: everything up to now, dense or compacted; evictors never change it.
         token_ids: ids of the slots from `start` on; slots that were erased have a stand-in.
         start: first slot to score; not before the offset of a compacted cache.
+        before: ids of the slots right before it, a few.
         step: called with the tokens done before every forward; may raise to cancel.
     """
 
@@ -41,6 +42,7 @@ class Reading:
     cache: SpanCache
     token_ids: tuple[int, ...]
     start: int
+    before: tuple[int, ...] = ()
     step: Callable[[int], None] | None = None
 
     @property
@@ -60,7 +62,11 @@ class Reading:
         return torch.zeros(len(self.cache.layers), heads, self.n)
 
     def watch(self, ids: tuple[int, ...], cache: SpanCache, watch: Watch) -> None:
-        """Run `ids` after `cache`, a view to be thrown away, and see the queries and keys of every layer."""
+        """Run `ids` after `cache`, a view to be thrown away, and see the queries and keys of every layer.
+
+        Where the context length leaves no room for them, they are put at its end, over positions that are taken.
+        """
+        cache.next_position = max(0, min(cache.next_position, self.backbone.context_length - len(ids)))
         for start in range(0, len(ids), WINDOW):
             if self.step is not None:
                 self.step(start)
@@ -73,7 +79,10 @@ class Reading:
 
 
 class Evictor(Protocol):
-    """A way to tell which slots will be missed least. Adding one is a file with a frozen dataclass and a `register` line."""
+    """A way to tell which slots will be missed least. Adding one is a file with a frozen dataclass and a `register` line.
+
+    An evictor with an attribute `n_recent` has so many of the last slots kept at every compaction, whatever their scores.
+    """
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ class ExpectedAttention:
     """exp(m k / sqrt(d) + k C k / 2d) |v| for future queries with mean m and covariance C.
 
     Source: Expected Attention (arXiv 2510.00636). The queries of the text just read are moved to places among the next
-    `horizon` positions; mean and covariance are theirs. Scores are normalised over the slots of a head.
+    `horizon` positions; mean and covariance are theirs. Scores are relative to an even share of the slots of a head.
 
     Attributes:
         horizon: positions ahead.
@@ -32,7 +32,8 @@ class ExpectedAttention:
     def scores(self, reading: Reading) -> Tensor:
         queries: dict[int, list[Tensor]] = {}
         reading.again(lambda layer, query, _: queries.setdefault(layer, []).append(query))
-        old = reading.cache.positions[reading.start :]
+        first = reading.cache.view(reading.start).next_position
+        old = torch.arange(first, first + reading.n)  # where they were run again
         generator = torch.Generator().manual_seed(self.seed)
         new = reading.cache.next_position + torch.randint(self.horizon, (reading.n,), generator=generator)
         angles = reading.backbone.angles()
@@ -53,7 +54,7 @@ def expected_scores(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     covariance = centred.transpose(1, 2) @ centred / max(1, group.shape[1] - 1)
     keys = keys.float()
     logits = (keys @ mean[:, :, None])[..., 0] / dim**0.5 + ((keys @ covariance) * keys).sum(-1) / (2 * dim)
-    weights: Tensor = logits.softmax(-1) * values.float().norm(dim=-1)
+    weights: Tensor = logits.softmax(-1) * keys.shape[1] * values.float().norm(dim=-1)
     return weights.cpu()
 
 

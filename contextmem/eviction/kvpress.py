@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from contextmem.errors import InvalidInput
 from contextmem.eviction.base import Reading
+from contextmem.eviction.hooks import attention_layers, given
 
 __all__ = ["KVPressEvictor"]
 
@@ -39,12 +38,13 @@ class KVPressEvictor:
         return f"kvpress.{type(self.press).__name__}"
 
     def scores(self, reading: Reading) -> Tensor:
-        modules = [layer.self_attn for layer in reading.backbone.core.get_decoder().layers]
-        with _given(modules) as given:
+        modules = attention_layers(reading.backbone.core)
+        calls: list[list[dict[str, Any]]] = [[] for _ in modules]
+        with given(modules, lambda layer, arguments: calls[layer].append(dict(arguments))):
             reading.again(lambda layer, query, keys: None)
         scores = []
         with torch.no_grad():
-            for module, seen, (keys, values) in zip(modules, given, reading.layers(), strict=True):
+            for module, seen, (keys, values) in zip(modules, calls, reading.layers(), strict=True):
                 hidden = torch.cat([one["hidden_states"] for one in seen], dim=1)
                 rotary = [one["position_embeddings"] for one in seen]
                 positions = tuple(torch.cat([pair[part] for pair in rotary], dim=1) for part in (0, 1))
@@ -52,22 +52,3 @@ class KVPressEvictor:
                 score = self.press.score(module, hidden, keys[None], values[None], None, arguments)
                 scores.append(score[0].float().cpu())
         return torch.stack(scores)
-
-
-@contextmanager
-def _given(modules: list[Any]) -> Iterator[list[list[dict[str, Any]]]]:
-    """The keyword arguments of every call of each attention layer."""
-    given: list[list[dict[str, Any]]] = [[] for _ in modules]
-
-    def hook(index: int) -> Any:
-        def remember(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given[index].append({"hidden_states": args[0], **kwargs} if args else dict(kwargs))
-
-        return remember
-
-    handles = [m.register_forward_pre_hook(hook(i), with_kwargs=True) for i, m in enumerate(modules)]
-    try:
-        yield given
-    finally:
-        for handle in handles:
-            handle.remove()

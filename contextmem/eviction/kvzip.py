@@ -75,8 +75,8 @@ def _parts(reading: Reading, chunk: int, text: tuple[int, ...]) -> Iterator[tupl
     encode, opened = reading.codec.encode, reading.framing.answer_open
     for start in range(0, reading.n, chunk):
         stop = min(start + chunk, reading.n)
-        lead = text[max(0, start - _N_LEAD) : start]
-        asked = (*encode(_GO_ON), *lead) if start else encode(_REPEAT)
+        lead = (*reading.before, *text[:start])[-_N_LEAD:]
+        asked = (*encode(_GO_ON), *lead) if lead else encode(_REPEAT)
         yield start, stop, (*asked, *opened, *text[start:stop])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contextmem.eviction.base import Reading, register
+from contextmem.eviction.hooks import attention_layers, given
 from contextmem.eviction.kvzip import rehearsed
 
 __all__ = ["KvZipPlus"]
@@ -31,15 +30,20 @@ class KvZipPlus:
 
     def scores(self, reading: Reading) -> Tensor:
         scores = reading.empty()
-        modules = [layer.self_attn for layer in reading.backbone.core.get_decoder().layers]
+        modules = attention_layers(reading.backbone.core)
         outputs = [_output_norms(m, values) for m, (_, values) in zip(modules, reading.layers(), strict=True)]
-        with _hidden_norms(modules) as norms:
+        norms: dict[int, Tensor] = {}
 
-            def visit(layer: int, head: int, start: int, stop: int, weights: Tensor, keys: Any) -> None:
-                added = weights * outputs[layer][head, :, None, start:stop] / norms[layer][:, None]
-                part = scores[layer, head, start:stop]
-                torch.maximum(part, added.amax((0, 1)).cpu(), out=part)
+        def look(layer: int, arguments: dict[str, Any]) -> None:
+            norm = arguments["hidden_states"][0].detach().float().norm(dim=-1)
+            norms[layer] = norm.masked_fill(norm == 0, float("inf"))  # a token without an embedding asks for nothing
 
+        def visit(layer: int, head: int, start: int, stop: int, weights: Tensor, keys: Any) -> None:
+            added = weights * outputs[layer][head, :, None, start:stop] / norms[layer][:, None]
+            part = scores[layer, head, start:stop]
+            torch.maximum(part, added.amax((0, 1)).cpu(), out=part)
+
+        with given(modules, look):
             rehearsed(reading, self.chunk, visit)
         return scores
 
@@ -55,27 +59,6 @@ def _output_norms(module: Any, values: Tensor) -> Tensor:
             for h in range(heads)
         ]
     )
-
-
-@contextmanager
-def _hidden_norms(modules: list[Any]) -> Iterator[dict[int, Tensor]]:
-    """Norms of the hidden states that each attention layer was last given, (n,)."""
-    norms: dict[int, Tensor] = {}
-
-    def hook(index: int) -> Any:
-        def remember(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            norm = hidden[0].detach().float().norm(dim=-1)
-            norms[index] = norm.masked_fill(norm == 0, float("inf"))  # a token without an embedding asks for nothing
-
-        return remember
-
-    handles = [m.register_forward_pre_hook(hook(i), with_kwargs=True) for i, m in enumerate(modules)]
-    try:
-        yield norms
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 register(KvZipPlus())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,7 +15,7 @@ __all__ = ["SnapKv"]
 
 @dataclass(frozen=True)
 class SnapKv:
-    """Mean attention of the last `window` tokens, max-pooled over neighbours; the window itself is kept.
+    """Mean attention of the last `window` tokens, max-pooled over neighbours; the last `window` slots are kept.
 
     Source: SnapKV (arXiv 2404.14469), made query-agnostic: the window is the end of the context, not a question.
 
@@ -41,8 +40,12 @@ class SnapKv:
                 scores[layer, head] = pooled.cpu()
 
         reading.watch(reading.token_ids[n_before:], reading.cache.view(reading.cache.n_slots - window), watch)
-        scores[:, :, n_before:] = torch.finfo(torch.float32).max
         return scores
+
+    @property
+    def n_recent(self) -> int:
+        """Slots at the end that a compaction keeps."""
+        return self.window
 
 
 register(SnapKv())

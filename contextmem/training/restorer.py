@@ -16,9 +16,11 @@ from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
 from contextmem.codec import Codec
 from contextmem.compaction import chosen, unseen_last
+from contextmem.errors import InvalidInput
 from contextmem.eviction import Evictor, Reading, evictor_named
 from contextmem.eviction.base import N_SINK
 from contextmem.framing import framing_of
+from contextmem.identity import backbone_identity
 from contextmem.ragged import Kept
 from contextmem.restorer import RestoreKV
 from contextmem.training.compacted import student_logits
@@ -185,6 +187,8 @@ def train_restorer(
     objective = RestorerObjective(backbone, codec, restorer, evictor_named(plan.evictor))
     stage = Stage("run", plan.steps, plan.contexts_per_step, plan.lr, {source.name: 1.0}, {"embeddings": 4.0})
     layout = Layout(codec, framing_of(codec))
+    if not layout.end:
+        raise InvalidInput("the tokenizer's template ends a turn with no token of its own: answers would have no end.")
     n = plan.steps * plan.contexts_per_step * process.num_processes
     samples = Samples(layout, {source.name: source}, stage.mix, n, f"{plan.seed}-restorer")
     log = fit(objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps)
@@ -202,6 +206,7 @@ def _restorer(model: Any, plan: RestorerPlan) -> RestoreKV:
         return RestoreKV.untrained(
             model, n=plan.n, rank=plan.rank, alpha=plan.alpha, evictor=plan.evictor, seed=plan.seed
         )
-    restorer = RestoreKV.from_pretrained(plan.start)
-    restorer.adapter_for(Backbone.of(model))
+    restorer, backbone = RestoreKV.from_pretrained(plan.start), Backbone.of(model)
+    restorer.adapter_for(backbone)
+    restorer.config = replace(restorer.config, evictor=plan.evictor, identity=backbone_identity(backbone))
     return restorer

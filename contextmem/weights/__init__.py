@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 from contextmem.backbone import Backbone
 from contextmem.embedded import cache_home
 from contextmem.eraser import EraserConfig, KVEraser
-from contextmem.errors import InvalidInput, StorageError, UnsupportedEdit
+from contextmem.errors import IdentityMismatch, InvalidInput, StorageError, UnsupportedEdit
 from contextmem.restorer import RestoreKV, RestorerConfig
 
 __all__ = ["eraser_for", "eraser_option", "restorer_for", "restorer_option"]
 
 _ERASERS: WeakKeyDictionary[Any, KVEraser] = WeakKeyDictionary()
-_RESTORERS: WeakKeyDictionary[Any, dict[str, RestoreKV]] = WeakKeyDictionary()
+_RESTORERS: WeakKeyDictionary[Any, dict[str, RestoreKV | None]] = WeakKeyDictionary()
 
 
 def eraser_for(backbone: Backbone) -> KVEraser | None:
@@ -38,17 +38,22 @@ def eraser_for(backbone: Backbone) -> KVEraser | None:
 def restorer_for(backbone: Backbone, evictor: str) -> RestoreKV | None:
     """The restorer that was trained for this model beside this evictor; None if there is none."""
     found = _RESTORERS.setdefault(backbone.core, {})
-    for folder in () if evictor in found else _folders("restorer_config.json"):
+    if evictor not in found:
+        found[evictor] = _restorer_in_folders(backbone, evictor)
+    return found[evictor]
+
+
+def _restorer_in_folders(backbone: Backbone, evictor: str) -> RestoreKV | None:
+    for folder in _folders("restorer_config.json"):
         try:
             config = RestorerConfig.read(folder)
             if config.evictor != evictor or not config.is_for(backbone):
                 continue
             if (restorer := RestoreKV.from_pretrained(folder)).fits(backbone):
-                found[evictor] = restorer
-                break
+                return restorer
         except StorageError:
             continue
-    return found.get(evictor)
+    return None
 
 
 def eraser_option(option: Any, backbone: Backbone) -> Callable[[], KVEraser]:
@@ -80,11 +85,22 @@ def restorer_option(option: Any) -> Callable[[Backbone, str], RestoreKV | None]:
     if option is None or isinstance(option, RestoreKV):
         return lambda backbone, evictor: option
     if option == "auto":
-        return restorer_for
+        return _fitting_restorer
     if not isinstance(option, str | os.PathLike):
         raise InvalidInput(f"restorer must be 'auto', a RestoreKV, a folder, a hub id or None, not {option!r}.")
     named = RestoreKV.from_pretrained(os.fspath(option))
     return lambda backbone, evictor: named
+
+
+def _fitting_restorer(backbone: Backbone, evictor: str) -> RestoreKV | None:
+    """The restorer that was trained for the model as it is, the user's own adapters included."""
+    found = restorer_for(backbone, evictor)
+    try:
+        if found is not None:
+            found.adapter_for(backbone)
+    except IdentityMismatch:
+        return None
+    return found
 
 
 def _folders(config: str) -> list[Path]:
