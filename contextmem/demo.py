@@ -16,7 +16,7 @@ __all__ = ["Demonstration", "MethodResult", "run_demo"]
 
 QUESTION = "How many dollars does the printed manual cost?"
 FACT = "Note from the editors: the printed manual costs {} dollars."
-TRUE, FALSE = "120", "950"
+TRUE, FALSE = "1499", "3999"
 
 _TOPICS = ("with", "try", "class", "import", "lambda", "for", "while", "yield", "assert", "global")
 _N_PASSAGES, _FALSE_AT, _TRUE_AT = 20, 5, 14
