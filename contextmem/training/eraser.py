@@ -30,8 +30,8 @@ __all__ = ["TrainingPlan", "train_eraser"]
 
 
 _YLABELS = {
-    "teacher": "KL from the context without the span, nats a token",
-    "answer": "cross-entropy of the answer, nats a token",
+    "teacher": "KL from the teacher, nats / 8",
+    "answer": "cross-entropy, nats a token",
 }
 _SHARE_LONE = 0.15  # of needle contexts
 

@@ -197,7 +197,7 @@ def train_restorer(
     restorer.config = replace(restorer.config, training=plan.record(before))
     if process.is_main_process:
         restorer.save_pretrained(folder / "restorer")
-        curve({stage.name: log}, folder / "loss.png", "symmetric KL from the full cache, nats a token")
+        curve({stage.name: log}, folder / "loss.png", "symmetric KL from the full cache, nats")
     return restorer
 
 
