@@ -6,9 +6,8 @@ backbone over KV(p), at the positions e has; the KV it computes takes e's place,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
@@ -22,18 +21,16 @@ from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
 from contextmem.errors import InvalidInput, StorageError, UnsupportedEdit
 from contextmem.identity import backbone_identity
-from contextmem.learned import Learned, folder_of, lora_config, stored_lora
+from contextmem.learned import Learned, LearnedConfig, folder_of, lora_config, stored_lora
 
 __all__ = ["CONDITIONINGS", "EraserConfig", "KVEraser"]
 
 CONDITIONINGS = ("prefix", "none", "query", "suffix")
 SUFFIX_SHARE = 0.15  # of the suffix, seen by an eraser with conditioning "suffix"
 
-_CONFIG = "eraser_config.json"
 
-
-@dataclass(frozen=True)
-class EraserConfig:
+@dataclass(frozen=True, kw_only=True)
+class EraserConfig(LearnedConfig):
     """What an eraser is, beside its weights.
 
     Attributes:
@@ -41,38 +38,16 @@ class EraserConfig:
         conditioning: what the erase pass attends to beside e itself: "prefix" (KV(p), the paper's choice), "none",
             "query" (KV(p) and the question, which must be known) or "suffix" (KV(p) and the first 15 % of KV(s)).
         max_span_tokens: longest span to erase in one go; beyond what was trained, quality is not known.
-        base_model: name of the model it was trained for.
-        identity: see `identity.backbone_identity`; empty for published adapters, which do not say.
-        training: how it was trained, for the reader.
     """
 
+    FILE = "eraser_config.json"
     adapter: str = "lora"
     conditioning: str = "prefix"
     max_span_tokens: int = 512
-    base_model: str = ""
-    identity: dict[str, str] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice("adapter", self.adapter, ("lora", "full"))
         check_choice("conditioning", self.conditioning, CONDITIONINGS)
-
-    @classmethod
-    def read(cls, folder: Path) -> EraserConfig:
-        """What `folder` says.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
-        try:
-            return cls(**json.loads((folder / _CONFIG).read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise StorageError(f"{folder / _CONFIG} cannot be read: {error}") from error
-
-    def is_for(self, backbone: Backbone) -> bool:
-        """Whether architecture and number of layers are those of the model: quick, and not enough."""
-        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
-        return all(self.identity.get(name) == value for name, value in shape.items())
 
 
 class KVEraser(Learned):
@@ -135,7 +110,7 @@ class KVEraser(Learned):
         """
         folder = folder_of(str(name), "eraser")
         try:
-            config = EraserConfig.read(folder) if (folder / _CONFIG).exists() else None
+            config = EraserConfig.read(folder) if (folder / EraserConfig.FILE).exists() else None
             if config is not None and config.adapter == "full":
                 return cls._full_from(folder, config)
             return cls._lora_from(folder, config)
@@ -165,7 +140,7 @@ class KVEraser(Learned):
         try:
             place.mkdir(parents=True, exist_ok=True)
             self._adapter.save(place, dtype)
-            (place / _CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+            self.config.write(place)
         except OSError as error:
             raise StorageError(f"the eraser cannot be written to {place}: {error}") from error
 

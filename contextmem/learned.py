@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,18 +18,41 @@ from contextmem.identity import active_adapters, backbone_identity
 __all__ = ["Learned", "LearnedConfig", "are_different_models", "folder_of", "lora_config", "stored_lora"]
 
 
-class LearnedConfig(Protocol):
-    """What the configuration of a learned part says about the model it is for."""
+@dataclass(frozen=True, kw_only=True)
+class LearnedConfig:
+    """What a learned part says about itself, beside its weights.
 
-    @property
-    def base_model(self) -> str:
-        """Name of the model it was trained for."""
-        ...
+    Attributes:
+        base_model: name of the model it was trained for.
+        identity: see `identity.backbone_identity`; empty for published adapters, which do not say.
+        training: how it was trained, for the reader.
+    """
 
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """See `identity.backbone_identity`; empty for published adapters, which do not say."""
-        ...
+    FILE: ClassVar[str]
+    base_model: str = ""
+    identity: dict[str, str] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """What `folder` says.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            return cls(**json.loads((folder / cls.FILE).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(f"{folder / cls.FILE} cannot be read: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Put it into `folder`."""
+        (folder / self.FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    def is_for(self, backbone: Backbone) -> bool:
+        """Whether architecture and number of layers are those of the model: quick, and not enough."""
+        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
+        return all(self.identity.get(name) == value for name, value in shape.items())
 
 
 class Learned:

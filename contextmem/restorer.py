@@ -6,8 +6,7 @@ positions after it; the KV they get joins the evicted cache in every layer and h
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,46 +19,24 @@ from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
 from contextmem.errors import InvalidInput, StorageError
 from contextmem.identity import backbone_identity
-from contextmem.learned import Learned, folder_of, lora_config, stored_lora
+from contextmem.learned import Learned, LearnedConfig, folder_of, lora_config, stored_lora
 
 __all__ = ["RestoreKV", "RestorerConfig"]
 
-_CONFIG, _EMBEDDINGS = "restorer_config.json", "restore_embeddings.safetensors"
+_EMBEDDINGS = "restore_embeddings.safetensors"
 _INITIAL_DEVIATION = 0.02
 
 
-@dataclass(frozen=True)
-class RestorerConfig:
+@dataclass(frozen=True, kw_only=True)
+class RestorerConfig(LearnedConfig):
     """What a restorer is, beside its weights.
 
     Attributes:
         evictor: name of the evictor it was trained beside; with another one it is a transfer.
-        base_model: name of the model it was trained for.
-        identity: see `identity.backbone_identity`; empty for published adapters, which do not say.
-        training: how it was trained, for the reader.
     """
 
+    FILE = "restorer_config.json"
     evictor: str = ""
-    base_model: str = ""
-    identity: dict[str, str] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, folder: Path) -> RestorerConfig:
-        """What `folder` says.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
-        try:
-            return cls(**json.loads((folder / _CONFIG).read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise StorageError(f"{folder / _CONFIG} cannot be read: {error}") from error
-
-    def is_for(self, backbone: Backbone) -> bool:
-        """Whether architecture and number of layers are those of the model: quick, and not enough."""
-        shape = {"architecture": type(backbone.core).__name__, "layers": str(backbone.n_layers)}
-        return all(self.identity.get(name) == value for name, value in shape.items())
 
 
 class RestoreKV(Learned):
@@ -95,7 +72,11 @@ class RestoreKV(Learned):
             raise InvalidInput(f"a restorer has at least one slot, not {n!r}.")
         backbone = Backbone.of(model)
         core = backbone.core
-        config = RestorerConfig(evictor, str(getattr(core, "name_or_path", "") or ""), backbone_identity(backbone))
+        config = RestorerConfig(
+            evictor=evictor,
+            base_model=str(getattr(core, "name_or_path", "") or ""),
+            identity=backbone_identity(backbone),
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             width = core.get_input_embeddings().weight.shape[1]
@@ -118,7 +99,7 @@ class RestoreKV(Learned):
             stored = stored_lora(folder)
             (embeddings,) = load_file(folder / _EMBEDDINGS).values()
             known = RestorerConfig(base_model=stored.config.base_model_name_or_path or "")
-            config = RestorerConfig.read(folder) if (folder / _CONFIG).exists() else known
+            config = RestorerConfig.read(folder) if (folder / RestorerConfig.FILE).exists() else known
             return cls(config, stored, embeddings.reshape(-1, embeddings.shape[-1]))
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise StorageError(f"{name} holds no restorer that can be read: {error}") from error
@@ -138,7 +119,7 @@ class RestoreKV(Learned):
             save_file(
                 {"restore_embeddings": self.embeddings.detach().to("cpu", dtype).contiguous()}, place / _EMBEDDINGS
             )
-            (place / _CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+            self.config.write(place)
         except OSError as error:
             raise StorageError(f"the restorer cannot be written to {place}: {error}") from error
 

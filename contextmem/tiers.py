@@ -119,11 +119,12 @@ def within(
     ranked = unseen_last(ranked, state.cache.positions, state.cache.next_position, backbone.windows)
     n_keep = (budget.target - n_restore) * scores.shape[0] * scores.shape[1]
     keep = chosen(ranked, kept_whole, n_keep, budget.allocation)
-    full = _full(state, budget)
+    whole = opened(backbone, state).cache if _keeps_all(state, budget) else None
+    full = _stored(whole, budget) if whole is not None else None
     cache = compacted(state.cache, keep, backbone.windows)
     if n_restore:
         assert restorer is not None
-        seen = opened(backbone, state).cache if full is not None else state.cache
+        seen = whole if whole is not None else state.cache
         cache = cache.restored(restorer.slots(backbone, seen), seen.next_position)
     return State(
         ledger=state.ledger,
@@ -163,7 +164,8 @@ def recalled(
     keep = chosen(scores, protected(state.ledger), budget.target * scores.shape[0] * scores.shape[1], budget.allocation)
     known = _scored(backbone, codec, framing, budget, state, step)
     cache = compacted(dense.cache, keep, backbone.windows)
-    return replace(state, cache=cache, full=_full(state, budget), scores=known)
+    full = _stored(dense.cache, budget) if _keeps_all(state, budget) else None
+    return replace(state, cache=cache, full=full, scores=known)
 
 
 def restores(restorer: RestoreKV, backbone: Backbone, budget: Budget, state: State, n_whole: int) -> bool:
@@ -231,11 +233,14 @@ def _scored(backbone: Backbone, codec: Codec, framing: Framing, budget: Budget, 
     return torch.cat((state.scores, new), dim=-1)
 
 
-def _full(state: State, budget: Budget) -> SpanCache | None:
-    """The full tier after a compaction: everything, where one is kept and nothing was lost before."""
-    if budget.full_tier is None or (state.is_compacted and state.full is None):
-        return None
-    return _whole(state).placed(_PLACES[budget.full_tier])
+def _keeps_all(state: State, budget: Budget) -> bool:
+    """Whether a full tier is kept, and nothing was lost before."""
+    return budget.full_tier is not None and (not state.is_compacted or state.full is not None)
+
+
+def _stored(whole: SpanCache, budget: Budget) -> SpanCache:
+    """A copy of every slot where the full tier is kept."""
+    return whole.placed(_PLACES[budget.full_tier or "cpu"])
 
 
 def _on_disk(buffer: Tensor) -> Tensor:

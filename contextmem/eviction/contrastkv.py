@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from contextmem.eviction.base import Reading, register
-from contextmem.eviction.kvzip import rehearsed
+from contextmem.eviction.kvzip import peaks
 
 __all__ = ["ContrastKv"]
 
@@ -20,7 +19,7 @@ class ContrastKv:
 
     Source: ContrastKV (ACL 2026), after its description in RestoreKV's comparison; details are our reading. A slot whose
     second signal is among the top `gate` of its head is structure: its score is at least the head's own threshold for the
-    same share of the first signal. Costs about four prefills.
+    same share of the first signal. Runs every token twice more.
 
     Attributes:
         gate: share of a head's slots that can count as structure.
@@ -34,21 +33,11 @@ class ContrastKv:
     name: str = "contrastkv"
 
     def scores(self, reading: Reading) -> Tensor:
-        meaning = self._attended(reading, reading.token_ids)
-        structure = self._attended(reading, self._random(reading))
+        meaning = peaks(reading, self.chunk)
+        structure = peaks(reading, self.chunk, self._random(reading))
         level = torch.quantile(structure, 1 - self.gate, dim=-1, keepdim=True)
         least = torch.quantile(meaning, 1 - self.gate, dim=-1, keepdim=True)
         return torch.where(structure > level, torch.maximum(meaning, least), meaning)
-
-    def _attended(self, reading: Reading, ids: tuple[int, ...]) -> Tensor:
-        scores = reading.empty()
-
-        def visit(layer: int, head: int, start: int, stop: int, weights: Tensor, keys: Any) -> None:
-            part = scores[layer, head, start:stop]
-            torch.maximum(part, weights.amax((0, 1)).cpu(), out=part)
-
-        rehearsed(reading, self.chunk, visit, ids)
-        return scores
 
     def _random(self, reading: Reading) -> tuple[int, ...]:
         """Tokens of the text itself, shuffled: random, and none that the tokenizer never gives."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contextmem.eviction.base import N_SINK, Reading, group_weights, register
 
-__all__ = ["KvZip", "rehearsed"]
+__all__ = ["KvZip", "peaks", "rehearsed"]
 
 _REPEAT = "\n\nRepeat the text above word for word."
 _GO_ON = "\n\nRepeat the part of the text above that begins right after these words:"
@@ -24,7 +24,7 @@ class KvZip:
     """The most attention a slot gets while the model repeats its part of the context.
 
     Source: KVzip (arXiv 2505.23416). The text is rehearsed in parts of `chunk` tokens; the softmax is restricted to the
-    first slots, the part, and the rehearsal itself. Needs no question. Costs about two prefills.
+    first slots, the part, and the rehearsal itself. Needs no question. Runs every token once more.
 
     Attributes:
         chunk: tokens rehearsed at a time.
@@ -34,14 +34,19 @@ class KvZip:
     name: str = "kvzip"
 
     def scores(self, reading: Reading) -> Tensor:
-        scores = reading.empty()
+        return peaks(reading, self.chunk)
 
-        def visit(layer: int, head: int, start: int, stop: int, weights: Tensor, keys: Any) -> None:
-            part = scores[layer, head, start:stop]
-            torch.maximum(part, weights.amax((0, 1)).cpu(), out=part)
 
-        rehearsed(reading, self.chunk, visit)
-        return scores
+def peaks(reading: Reading, chunk: int, text: tuple[int, ...] | None = None) -> Tensor:
+    """The most attention that each slot gets in a rehearsal, see `rehearsed`; (layers, heads, n)."""
+    scores = reading.empty()
+
+    def visit(layer: int, head: int, start: int, stop: int, weights: Tensor, keys: Any) -> None:
+        part = scores[layer, head, start:stop]
+        torch.maximum(part, weights.amax((0, 1)).cpu(), out=part)
+
+    rehearsed(reading, chunk, visit, text)
+    return scores
 
 
 def rehearsed(reading: Reading, chunk: int, visit: Rehearsed, text: tuple[int, ...] | None = None) -> None:

@@ -19,7 +19,7 @@ __all__ = ["KvZipPlus"]
 class KvZipPlus:
     """KVzip's weights times |W_O v| of the slot, divided by the norm of the querying token's hidden state.
 
-    Source: the improved KVzip that KVzap (arXiv 2601.07891) is trained on. Costs about two prefills.
+    Source: the improved KVzip that KVzap (arXiv 2601.07891) is trained on. Runs every token once more.
 
     Attributes:
         chunk: tokens rehearsed at a time.
