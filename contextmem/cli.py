@@ -83,13 +83,22 @@ def chat(
 
 
 @app.command()
-def inspect(path: Path, as_json: JsonOption = False) -> None:
+def inspect(
+    path: Path,
+    as_json: JsonOption = False,
+    graph: Annotated[Path | None, typer.Option(help="Write who was derived from whom as a picture.")] = None,
+) -> None:
     """Show what a saved memory holds, without loading a model."""
-    with _clean_errors():
+    with _clean_errors(), _extra("evals"):
         from contextmem.render import show_saved
-        from contextmem.storage import read_manifest
+        from contextmem.storage import ledger_of, read_manifest
 
         manifest = read_manifest(path)
+        if graph is not None:
+            from contextmem import provenance
+            from contextmem.drawing import draw_graph
+
+            draw_graph(provenance.graph(ledger_of(manifest)), graph)
         if as_json:
             for span in (*manifest["spans"], *manifest["gone"]):
                 span.pop("token_ids")

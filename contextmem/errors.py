@@ -11,6 +11,7 @@ __all__ = [
     "ContextMemoryError",
     "ContextOverflow",
     "DependentsWarning",
+    "DuplicateWarning",
     "IdentityMismatch",
     "InconsistentState",
     "InvalidInput",
@@ -99,3 +100,7 @@ class KeyConflictWarning(UserWarning):
 
 class DependentsWarning(UserWarning):
     """Live segments were derived from a segment that was just retracted."""
+
+
+class DuplicateWarning(UserWarning):
+    """A live segment says the same as one that was just appended, or nearly."""

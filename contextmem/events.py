@@ -29,7 +29,8 @@ class Event:
 
     Attributes:
         step: number of the event, from 1.
-        operation: "append", "ask", "retract", "replace", "settle", "restore", "load", "conflict", "evict", "rehydrate".
+        operation: "append", "ask", "retract", "replace", "settle", "restore", "load", "conflict", "duplicate",
+            "share", "evict", "rehydrate".
         segments: the segments concerned.
         method, guarantee, reason: of a retraction.
         tokens_computed: tokens that had to be computed.

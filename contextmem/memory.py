@@ -31,6 +31,7 @@ from contextmem.eraser import KVEraser
 from contextmem.errors import (
     Cancelled,
     DependentsWarning,
+    DuplicateWarning,
     InvalidInput,
     KeyConflictWarning,
     MemoryBusy,
@@ -42,6 +43,7 @@ from contextmem.framing import framing_of
 from contextmem.identity import check_identity, identity_of
 from contextmem.ledger import KINDS, STATES, Ledger, Segment
 from contextmem.loading import load_pretrained
+from contextmem.meaning import Embed, Match, Meanings, embedder, same_words
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
 from contextmem.restorer import RestoreKV
@@ -53,6 +55,7 @@ from contextmem.weights import eraser_option, restorer_option
 
 __all__ = ["Checkpoint", "ContextMemory"]
 
+_NEARLY_THE_SAME = 0.9  # cosine similarity of meanings
 _SCORED_AT_ONCE = 64  # rows of logits held at a time; a row is as wide as the vocabulary
 
 
@@ -89,6 +92,7 @@ class ContextMemory:
         full_tier: str | None = None,
         eraser: KVEraser | str | os.PathLike[str] | None = "auto",
         restorer: RestoreKV | str | os.PathLike[str] | None = "auto",
+        embed: Embed | None = None,
         chunk_size: int = CHUNK,
     ) -> None:
         """
@@ -108,6 +112,8 @@ class ContextMemory:
                 when they are first needed; a `KVEraser`, a folder or a hub id names them; None switches erasing off.
             restorer: what makes up for evicted text with a few generated slots: "auto" finds the weights that were trained
                 for this model and evictor, if there are any; a `RestoreKV`, a folder or a hub id names them; None: nothing.
+            embed: from n texts to unit vectors, (n, width), for `find` and duplicates; None: all-MiniLM-L6-v2, loaded when
+                it is first needed.
             chunk_size: tokens a forward while prefilling.
 
         Raises:
@@ -126,6 +132,7 @@ class ContextMemory:
         self.backbone = Backbone.of(model)
         self._eraser = eraser_option(eraser, self.backbone)
         self._restorer = restorer_option(restorer)
+        self._embed = embed
         self._eviction: dict[str, Any] = {"evictor": evictor, "allocation": allocation, "full_tier": full_tier}
         check_eviction(**self._eviction)
         self._budget = self._budget_of(budget, reserve)
@@ -166,6 +173,7 @@ class ContextMemory:
         self._numbers = count(1)
         self._dialogue = Dialogue(self._framing, self._new_id)
         self._events = events
+        self._meanings = Meanings()
         self._busy = threading.Lock()
         self._cancel = threading.Event()
         self._editing = threading.RLock()  # held while an edit may write over slots in place
@@ -250,6 +258,24 @@ class ContextMemory:
         chosen = ledger.select(pool, key=key, source=source, kind=kind, state=state, metadata=metadata)
         return [segment for segment in chosen if frames or kind == "frame" or segment.kind != "frame"]
 
+    def find(self, text: str, top_k: int = 5, *, source: str | None = None, kind: str | None = None) -> list[Match]:
+        """Live segments by meaning, the closest to `text` first. Look at them before you retract one.
+
+        Args:
+            text: a question, a claim, a few words.
+            top_k: most matches.
+            source, kind: filters.
+
+        Raises:
+            ModelUnavailable: there is no embedding model; the message says how to get one.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidInput("find takes a text with words in it.")
+        if not isinstance(top_k, int) or top_k < 1:
+            raise InvalidInput(f"top_k must be a positive integer, not {top_k!r}.")
+        pool = self.segments(source=source, kind=kind)
+        return self._meanings.ranked(self._embed or embedder(), text, pool)[:top_k]
+
     def stats(self) -> Stats:
         """Tokens and bytes by segment."""
         state = self._state
@@ -283,6 +309,7 @@ class ContextMemory:
         pinned: bool = False,
         metadata: Mapping[str, Any] | None = None,
         on_conflict: str = "keep",
+        on_duplicate: str = "keep",
         overflow: str = "error",
         progress: ProgressCallback | None = None,
     ) -> Segment:
@@ -300,6 +327,10 @@ class ContextMemory:
             metadata: JSON-compatible pairs.
             on_conflict: what to do when `key` is live already: "keep" both, with a `KeyConflictWarning` and an event, or
                 "replace" the old version (retracted by `auto`, in the same step).
+            on_duplicate: "keep" does not look for any; "warn" appends, with a `DuplicateWarning` and an event that name live
+                segments of the same words or nearly the same meaning; "share" returns a live segment of the same words,
+                kind and source in place of prefilling them again. Nearness of meaning is never enough to share: it does
+                not tell 30 days from 14.
             overflow: when the text does not fit: "error", or "truncate" its end (`segment.truncated` says how much).
             progress: called with `ProgressEvent`s.
 
@@ -309,6 +340,7 @@ class ContextMemory:
         """
         check_choice("kind", kind, [k for k in KINDS if k not in ("system", "frame", "restore")])
         check_choice("on_conflict", on_conflict, ("keep", "replace"))
+        check_choice("on_duplicate", on_duplicate, ("keep", "warn", "share"))
         check_choice("overflow", overflow, ("error", "truncate"))
         check_label("key", key)
         check_label("source", source)
@@ -316,6 +348,10 @@ class ContextMemory:
         ids = self._codec.encode(text)
         with self._working():
             state = self._state
+            twins = self._twins(on_duplicate, text, kind, source)
+            if twins and on_duplicate == "share":
+                self._log("share", twins[:1])
+                return twins[0]
             fields = {
                 "key": key,
                 "source": source,
@@ -353,6 +389,9 @@ class ContextMemory:
                     KeyConflictWarning,
                     stacklevel=2,
                 )
+            if twins:
+                names = ", ".join(twin.id for twin in twins)
+                warnings.warn(f"live segments say the same or nearly: {names}.", DuplicateWarning, stacklevel=2)
             self._add(state, spans, progress)
             if rivals and on_conflict == "replace":
                 why = "replaced by a newer version"
@@ -360,6 +399,8 @@ class ContextMemory:
             self._log("append", (segment,), tokens_computed=_n_tokens(spans))
             if rivals and on_conflict == "keep":
                 self._log("conflict", (*rivals, segment))
+            if twins:
+                self._log("duplicate", (*twins, segment))
             return self._state.ledger.by_id[segment.id]
 
     # ------------------------------------------------------------------ asking
@@ -990,6 +1031,17 @@ class ContextMemory:
                 DependentsWarning,
                 stacklevel=3,
             )
+
+    def _twins(self, on_duplicate: str, text: str, kind: str, source: str | None) -> tuple[Segment, ...]:
+        """Live segments that `text` would repeat, in the sense of `append`'s argument."""
+        if on_duplicate == "keep" or not text.strip():
+            return ()
+        live = self.segments(kind=kind)
+        same = same_words(text, live)
+        if on_duplicate == "share":
+            return tuple(twin for twin in same if twin.source == source)
+        close = self._meanings.ranked(self._embed or embedder(), text, live)
+        return (*same, *(m.segment for m in close if m.score >= _NEARLY_THE_SAME and m.segment not in same))
 
     def _step(self, report: Progress | None) -> Any:
         def step(done: int) -> None:

@@ -29,7 +29,7 @@ from contextmem.ledger import Ledger, Segment
 from contextmem.ragged import RaggedCache
 from contextmem.state import State
 
-__all__ = ["FORMAT_VERSION", "Saved", "read", "read_manifest", "segment_of", "tensors_of", "write"]
+__all__ = ["FORMAT_VERSION", "Saved", "ledger_of", "read", "read_manifest", "segment_of", "tensors_of", "write"]
 
 FORMAT_VERSION = 1
 
@@ -95,7 +95,7 @@ def read(path: str | os.PathLike[str], n_layers: int, device: torch.device | str
         if _tensor_digest(tensor) != manifest["checksums"][name]:
             raise _damaged(path, f"the checksum of {name} does not match")
     try:
-        ledger = Ledger(tuple(map(segment_of, manifest["spans"])), tuple(map(segment_of, manifest["gone"])))
+        ledger = ledger_of(manifest)
         state = _state(ledger, manifest, tensors, n_layers, device)
         state.check()
         events = tuple(map(_event, manifest["events"]))
@@ -126,6 +126,11 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{os.fspath(path)} has format version {manifest.get('version')}; this release reads {FORMAT_VERSION}."
         )
     return manifest
+
+
+def ledger_of(manifest: Mapping[str, Any]) -> Ledger:
+    """The ledger that a manifest describes."""
+    return Ledger(tuple(map(segment_of, manifest["spans"])), tuple(map(segment_of, manifest["gone"])))
 
 
 def tensors_of(state: State) -> dict[str, Tensor]:
