@@ -211,6 +211,10 @@ class ContextMemory:
         """Most positions the model takes."""
         return self.backbone.context_length
 
+    def count_tokens(self, text: str, *, asked: bool = False) -> int:
+        """Tokens that `text` takes when it is appended, or `asked`: with the frames that open the answer."""
+        return len(self._codec.encode(text)) + (len(self._framing.answer_open) if asked else 0)
+
     @property
     def events(self) -> tuple[Event, ...]:
         """What happened, oldest first, without any text."""
