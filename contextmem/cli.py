@@ -182,6 +182,36 @@ def niah(
         )
 
 
+@evaluate.command()
+def rag(
+    qa: Annotated[list[str], typer.Option(help="JSONL files, or Hugging Face datasets, of questions with documents.")],
+    out: Annotated[Path, typer.Option(help="Folder for rows, metrics and table; a run adds to its rows.")] = Path(
+        "evals/rag/results"
+    ),
+    model: ModelOption = EMBEDDED,
+    passages: Annotated[int, typer.Option(min=1, help="Passages in the index, at least.")] = 220,
+    queries: Annotated[int, typer.Option(min=1, help="Questions, one after the other.")] = 20,
+    top_k: Annotated[int, typer.Option(min=1, help="Passages retrieved for each.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the wrong answers.")] = 0,
+) -> None:
+    """Query a LlamaIndex vector index over one memory; plant passages with a wrong answer and retract them."""
+    with _clean_errors(), _extra("llama-index,recall"):
+        from contextmem.evals.rag.run import run
+
+        print(
+            run(
+                out,
+                qa,
+                model_name=model,
+                n_passages=passages,
+                n_queries=queries,
+                top_k=top_k,
+                seed=seed,
+                command=_command(),
+            )
+        )
+
+
 @evaluate.command("span-neighbour")
 def span_neighbour(
     eraser: Annotated[list[str], typer.Option(help="LABEL=FOLDER or hub id, repeatable.")],

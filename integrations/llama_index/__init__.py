@@ -6,6 +6,7 @@ Needs `pip install 'contextmem[llama-index]'`.
 from contextmem.integrations.llama_index.block import ContextMemoryBlock
 from contextmem.integrations.llama_index.bridge import Inserted, NodeBridge, Reconciled
 from contextmem.integrations.llama_index.chat_engine import ContextMemoryChatEngine
+from contextmem.integrations.llama_index.embedding import SentenceEmbedding
 from contextmem.integrations.llama_index.llm import ContextMemoryLLM
 from contextmem.integrations.llama_index.postprocessor import DropRetracted
 from contextmem.integrations.llama_index.query_engine import ContextMemoryQueryEngine
@@ -19,4 +20,5 @@ __all__ = [
     "Inserted",
     "NodeBridge",
     "Reconciled",
+    "SentenceEmbedding",
 ]

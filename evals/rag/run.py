@@ -1,0 +1,219 @@
+"""`contextmem eval rag`: queries over a real vector index, and passages with a wrong answer that are retracted again."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from llama_index.core import Document, VectorStoreIndex
+
+from contextmem import ContextMemory
+from contextmem.errors import InvalidInput
+from contextmem.evals.environment import environment
+from contextmem.evals.rows import RowLog
+from contextmem.integrations.llama_index import ContextMemoryQueryEngine, SentenceEmbedding
+from contextmem.loading import load_pretrained
+from contextmem.training.samples.distractor_qa import Question, questions_of
+
+__all__ = ["run"]
+
+_LONGEST_ANSWER = 24
+_PLANTED = "planted"
+
+
+def run(
+    folder: Path,
+    qa: Sequence[str | Path],
+    *,
+    model_name: str = "smollm2-135m-instruct",
+    n_passages: int = 220,
+    n_queries: int = 20,
+    top_k: int = 2,
+    seed: int = 0,
+    command: str = "contextmem eval rag",
+    say: Callable[[str], None] = print,
+) -> str:
+    """Measure what is missing in `folder`/rows.jsonl and write the report; returns the table.
+
+    Args:
+        folder: where rows, metrics and table go; a run resumes from its rows.
+        qa: JSONL files with questions and their documents, or Hugging Face datasets.
+        n_passages: passages in the index, at least; those of the first questions.
+        n_queries: questions asked, one after the other over the same memory.
+        top_k: passages retrieved for each.
+
+    Raises:
+        InvalidInput: there are fewer passages or questions.
+    """
+    asked, passages = _corpus(questions_of(*qa), n_passages, n_queries)
+    model, tokenizer = load_pretrained(model_name)
+    settings = {"qa": [Path(path).name for path in qa], "n_passages": n_passages, "top_k": top_k, "seed": seed}
+    log = RowLog(folder / "rows.jsonl", {**settings, "n_queries": n_queries})
+    documents = [Document(text=text, id_=f"passage-{number}") for number, text in enumerate(passages)]
+    index = VectorStoreIndex.from_documents(documents, embed_model=SentenceEmbedding())
+
+    def new_engine(k: int = top_k) -> ContextMemoryQueryEngine:
+        memory = ContextMemory(model, tokenizer)
+        return ContextMemoryQueryEngine(
+            index.as_retriever(similarity_top_k=k), memory, max_new_tokens=_LONGEST_ANSWER, on_full="forget"
+        )
+
+    if not all(log.has(str(n), method) for n in range(n_queries) for method in ("one memory", "a new one")):
+        lasting = new_engine()
+        for number, question in enumerate(asked):
+            for method, engine in (("one memory", lasting), ("a new one", new_engine())):
+                _queried(engine, question, str(number), method, log)
+            say(f"query {number + 1} of {n_queries}")
+    for number in range(n_queries):
+        if not log.has(f"{_PLANTED}-{number}", _PLANTED):
+            _plant(index, new_engine(top_k + 1), asked, number, random.Random(f"{seed}-{number}"), log)
+            say(f"planted {number + 1} of {n_queries}")
+    return _report(log, folder, command, seed, len(passages))
+
+
+def _corpus(questions: Sequence[Question], n_passages: int, n_queries: int) -> tuple[Sequence[Question], Sequence[str]]:
+    passages: dict[str, None] = {}
+    for number, question in enumerate(questions):
+        passages |= dict.fromkeys((question.supporting, *question.others))
+        if len(passages) >= n_passages and number + 1 >= n_queries:
+            return questions[:n_queries], tuple(passages)
+    raise InvalidInput(f"these files hold {len(passages)} passages and {len(questions)} questions.")
+
+
+def _queried(engine: ContextMemoryQueryEngine, question: Question, name: str, method: str, log: RowLog) -> None:
+    started = time.perf_counter()
+    response = engine.query(question.question)
+    seconds = time.perf_counter() - started
+    counts = {key: response.metadata[key] for key in ("tokens_reused", "tokens_prefilled", "prompt_tokens")}
+    nodes = {f"n_{key}": len(response.metadata[key]) for key in ("new", "resident", "forgotten")}
+    if not log.has(name, method):
+        right = int(_contains(response.response, question.answer))
+        log.add(name, method, score=right, seconds=round(seconds, 3), **counts, **nodes)
+
+
+def _plant(
+    index: VectorStoreIndex,
+    engine: ContextMemoryQueryEngine,
+    asked: Sequence[Question],
+    number: int,
+    rng: random.Random,
+    log: RowLog,
+) -> None:
+    """Put a twin of the supporting passage with another answer into the index; ask, retract it, ask again, twice."""
+    question = asked[number]
+    wrong = _other_answer(question, asked, rng)
+    clean = engine.query(question.question).response
+    twin = Document(text=question.supporting.replace(question.answer, wrong), id_=_PLANTED)
+    index.insert(twin)
+    try:
+        fresh = ContextMemoryQueryEngine(
+            engine.retriever,
+            ContextMemory(engine.memory.model, engine.memory.tokenizer),
+            max_new_tokens=_LONGEST_ANSWER,
+        )
+        misled = fresh.query(question.question)
+        is_retrieved = _PLANTED in [source.node.ref_doc_id for source in misled.source_nodes]
+        seconds, after, again = 0.0, misled, misled
+        method = None
+        if is_retrieved:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report = fresh.retract(ref_doc_id=_PLANTED)
+            seconds, method = report.seconds or 0.0, report.method
+            after, again = fresh.query(question.question), fresh.query(question.question)
+    finally:
+        index.delete_ref_doc(_PLANTED, delete_from_docstore=True)
+    log.add(
+        f"{_PLANTED}-{number}",
+        _PLANTED,
+        score=int(_contains(after.response, question.answer)),
+        seconds=round(seconds, 3),
+        retrieved=int(is_retrieved),
+        right_without=int(_contains(clean, question.answer)),
+        right_with=int(_contains(misled.response, question.answer)),
+        wrong_with=int(_contains(misled.response, wrong)),
+        wrong_after=int(_contains(after.response, wrong)),
+        same_again=int(again.response == after.response),
+        put_in_again=len(again.metadata["new"]) if is_retrieved else 0,
+        erased_by=method,
+    )
+
+
+def _other_answer(question: Question, asked: Sequence[Question], rng: random.Random) -> str:
+    others = [q.answer for q in asked if q.answer.lower() not in question.supporting.lower()]
+    alike = [a for a in others if any(map(str.isdigit, a)) == any(map(str.isdigit, question.answer))]
+    return rng.choice(alike or others)
+
+
+def _contains(text: str, answer: str) -> bool:
+    """Whether the words of `answer` stand in `text` one after the other."""
+    words, wanted = (re.findall(r"\w+", t.lower()) for t in (text, answer))
+    return any(words[i : i + len(wanted)] == wanted for i in range(len(words) - len(wanted) + 1))
+
+
+def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int) -> str:
+    used = environment()
+    lines = [
+        "# A LlamaIndex query engine over one memory, SmolLM2-135M-Instruct",
+        "",
+        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
+        "",
+        f"A `VectorStoreIndex` over {n_passages} passages. `one memory`: queries one after the other, nodes stay prefilled;",
+        "when the context is full, those retrieved longest ago are forgotten. `a new one`: a new memory for every query.",
+        "",
+        "| | queries | tokens prefilled a query | tokens reused | prompt tokens | nodes already there | seconds | right |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    figures: dict[str, Any] = {}
+    for method in ("one memory", "a new one"):
+        rows = list(log.of(method=method))
+        if not rows:
+            continue
+        named = ("tokens_prefilled", "tokens_reused", "prompt_tokens", "n_resident", "seconds", "score")
+        figures[method] = {name: mean(row[name] for row in rows) for name in named} | {"n": len(rows)}
+        f = figures[method]
+        lines.append(
+            f"| {method} | {f['n']} | {f['tokens_prefilled']:.0f} | {f['tokens_reused']:.0f} | {f['prompt_tokens']:.0f} "
+            f"| {f['n_resident']:.2f} | {f['seconds']:.2f} | {f['score']:.2f} |"
+        )
+    rows = list(log.of(method=_PLANTED))
+    right = [row for row in rows if row["right_without"] and row["retrieved"]]
+    flipped = [row for row in right if not row["right_with"]]
+    figures[_PLANTED] = {
+        "n": len(rows),
+        "retrieved": sum(row["retrieved"] for row in rows),
+        "right_without": len(right),
+        "flipped": len(flipped),
+        "flipped_back": sum(row["score"] for row in flipped),
+        "wrong_after": sum(row["wrong_after"] for row in flipped),
+        "put_in_again": sum(row["put_in_again"] for row in rows),
+        "same_again": sum(row["same_again"] for row in rows),
+    }
+    heads = ("questions", "right without it", "wrong with it", "right again", "still its answer", "put in again")
+    p = figures[_PLANTED]
+    cells = [f"{p['retrieved']} of {p['n']}"]
+    cells += [str(p[name]) for name in ("right_without", "flipped", "flipped_back", "wrong_after", "put_in_again")]
+    lines += [
+        "",
+        "## A passage with another answer, retracted",
+        "",
+        "The supporting passage's twin with the answer to another question is put into the index. Of the questions whose",
+        "twin was retrieved: how many are answered rightly without it, how many of those wrongly with it, and of these how",
+        "many rightly again after `engine.retract`, or still with the twin's answer; and nodes the same query put in again.",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+        "| " + " | ".join(cells) + " |",
+    ]
+    table = "\n".join(lines) + "\n"
+    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
+    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "table.md").write_text(table)
+    return table
