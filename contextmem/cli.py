@@ -191,7 +191,7 @@ def rag(
     model: ModelOption = EMBEDDED,
     passages: Annotated[int, typer.Option(min=1, help="Passages in the index, at least.")] = 220,
     queries: Annotated[int, typer.Option(min=1, help="Questions, one after the other.")] = 20,
-    top_k: Annotated[int, typer.Option(min=1, help="Passages retrieved for each.")] = 2,
+    top_k: Annotated[int, typer.Option(min=1, help="Passages retrieved for each.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the wrong answers.")] = 0,
 ) -> None:
     """Query a LlamaIndex vector index over one memory; plant passages with a wrong answer and retract them."""

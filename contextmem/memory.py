@@ -415,6 +415,7 @@ class ContextMemory:
         *,
         prefix: str = "",
         keep: bool = False,
+        kind: str = "assistant",
         max_new_tokens: int = 256,
         stop: str | Sequence[str] | None = None,
         recall: str | None = None,
@@ -427,6 +428,7 @@ class ContextMemory:
             question: put after the context, in the open user turn; the assistant's turn is opened after it.
             prefix: the answer's given beginning.
             keep: whether question and answer become segments; otherwise the memory stays bit for bit as it was.
+            kind: of a kept answer: assistant or tool_call.
             max_new_tokens: most tokens generated.
             stop: string or strings that end the answer and are left out of it.
             recall: "full_tier" answers a compacted memory's question from what it attends to most in the full tier, within
@@ -443,6 +445,7 @@ class ContextMemory:
             question,
             prefix=prefix,
             keep=keep,
+            kind=kind,
             max_new_tokens=max_new_tokens,
             stop=stop,
             recall=recall,
@@ -459,6 +462,7 @@ class ContextMemory:
         *,
         prefix: str = "",
         keep: bool = False,
+        kind: str = "assistant",
         max_new_tokens: int = 256,
         stop: str | Sequence[str] | None = None,
         recall: str | None = None,
@@ -472,13 +476,14 @@ class ContextMemory:
         decoding = Decoding.of(max_new_tokens, stop, **sampling)
         asked, begun = (question, self._codec.encode(question)), (prefix, self._codec.encode(prefix))
         check_choice("recall", recall, (None, "full_tier"))
-        return AnswerStream(self._answering(asked, begun, keep, decoding, recall, progress))
+        check_choice("kind", kind, ("assistant", "tool_call"))
+        return AnswerStream(self._answering(asked, begun, kind if keep else None, decoding, recall, progress))
 
     def _answering(
         self,
         question: tuple[str, tuple[int, ...]],
         prefix: tuple[str, tuple[int, ...]],
-        keep: bool,
+        kept_as: str | None,
         decoding: Decoding,
         recall: str | None,
         progress: ProgressCallback | None,
@@ -489,7 +494,7 @@ class ContextMemory:
             if question[1]:
                 before.append(span(self._new_id(), "user", question[1], text=question[0]))
             prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
-            closing = len(self._framing.answer_close) if keep else 0
+            closing = len(self._framing.answer_close) if kept_as is not None else 0
             check_room(self.backbone, base.cache.next_position, len(prompt) + 1 + closing, "the question")
             if recall is not None:
                 base = self._recalled(base, tuple(prompt))
@@ -511,7 +516,7 @@ class ContextMemory:
                 ):
                     if piece:
                         yield piece
-                segment = self._keep(base, before, prefix[1], result, cache) if keep else None
+                segment = self._keep(base, before, prefix[1], result, cache, kept_as) if kept_as is not None else None
             return Answer(
                 text=result.text,
                 token_ids=tuple(result.token_ids),
@@ -523,13 +528,19 @@ class ContextMemory:
             )
 
     def _keep(
-        self, base: State, before: Sequence[Segment], begun: tuple[int, ...], result: Generation, cache: SpanCache
+        self,
+        base: State,
+        before: Sequence[Segment],
+        begun: tuple[int, ...],
+        result: Generation,
+        cache: SpanCache,
+        kind: str,
     ) -> Segment:
         """Make segments of a turn; what the cache lacks of it is prefilled together with the closing frame."""
         ids = (*begun, *result.token_ids)
         answer = span(
             self._new_id(),
-            "assistant",
+            kind,
             ids,
             text=self._codec.decode(ids, skip_special_tokens=True),
             parents=tuple(s.id for s in (*base.ledger.content(), *before) if s.kind != "frame" and s.state == "live"),
@@ -601,7 +612,7 @@ class ContextMemory:
         state: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Report:
-        """Take segments out of the context.
+        """Take segments out of the context. A tool call and its results go together: half of a pair takes the other along.
 
         Args:
             target: a segment, an id, a key, or a list of them; or None and at least one filter.
@@ -625,6 +636,7 @@ class ContextMemory:
         with self._working():
             base = self._state
             found = resolved(base.ledger, target, filters)
+            found = provenance.paired(base.ledger, found) or found
             targets = tuple(segment for segment in found if segment.state in ("live", "evicted"))
             derived = provenance.dependents(base.ledger, [segment.id for segment in found])
             if cascade and derived:

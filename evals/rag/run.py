@@ -35,7 +35,7 @@ def run(
     model_name: str = "smollm2-135m-instruct",
     n_passages: int = 220,
     n_queries: int = 20,
-    top_k: int = 2,
+    top_k: int = 3,
     seed: int = 0,
     command: str = "contextmem eval rag",
     say: Callable[[str], None] = print,
@@ -59,11 +59,9 @@ def run(
     documents = [Document(text=text, id_=f"passage-{number}") for number, text in enumerate(passages)]
     index = VectorStoreIndex.from_documents(documents, embed_model=SentenceEmbedding())
 
-    def new_engine(k: int = top_k) -> ContextMemoryQueryEngine:
-        memory = ContextMemory(model, tokenizer)
-        return ContextMemoryQueryEngine(
-            index.as_retriever(similarity_top_k=k), memory, max_new_tokens=_LONGEST_ANSWER, on_full="forget"
-        )
+    def new_engine() -> ContextMemoryQueryEngine:
+        memory, retriever = ContextMemory(model, tokenizer), index.as_retriever(similarity_top_k=top_k)
+        return ContextMemoryQueryEngine(retriever, memory, max_new_tokens=_LONGEST_ANSWER, on_full="forget")
 
     if not all(log.has(str(n), method) for n in range(n_queries) for method in ("one memory", "a new one")):
         lasting = new_engine()
@@ -73,17 +71,19 @@ def run(
             say(f"query {number + 1} of {n_queries}")
     for number in range(n_queries):
         if not log.has(f"{_PLANTED}-{number}", _PLANTED):
-            _plant(index, new_engine(top_k + 1), asked, number, random.Random(f"{seed}-{number}"), log)
+            _plant(index, new_engine, asked, number, random.Random(f"{seed}-{number}"), log)
             say(f"planted {number + 1} of {n_queries}")
     return _report(log, folder, command, seed, len(passages))
 
 
 def _corpus(questions: Sequence[Question], n_passages: int, n_queries: int) -> tuple[Sequence[Question], Sequence[str]]:
+    """The passages of the first questions, and questions about the same article one after the other."""
     passages: dict[str, None] = {}
     for number, question in enumerate(questions):
         passages |= dict.fromkeys((question.supporting, *question.others))
         if len(passages) >= n_passages and number + 1 >= n_queries:
-            return questions[:n_queries], tuple(passages)
+            by_article = sorted(questions[: number + 1], key=lambda q: q.supporting.partition("\n")[0])
+            return by_article[:n_queries], tuple(passages)
     raise InvalidInput(f"these files hold {len(passages)} passages and {len(questions)} questions.")
 
 
@@ -100,7 +100,7 @@ def _queried(engine: ContextMemoryQueryEngine, question: Question, name: str, me
 
 def _plant(
     index: VectorStoreIndex,
-    engine: ContextMemoryQueryEngine,
+    new_engine: Callable[[], ContextMemoryQueryEngine],
     asked: Sequence[Question],
     number: int,
     rng: random.Random,
@@ -109,15 +109,10 @@ def _plant(
     """Put a twin of the supporting passage with another answer into the index; ask, retract it, ask again, twice."""
     question = asked[number]
     wrong = _other_answer(question, asked, rng)
-    clean = engine.query(question.question).response
-    twin = Document(text=question.supporting.replace(question.answer, wrong), id_=_PLANTED)
-    index.insert(twin)
+    clean = new_engine().query(question.question).response
+    index.insert(Document(text=question.supporting.replace(question.answer, wrong), id_=_PLANTED))
     try:
-        fresh = ContextMemoryQueryEngine(
-            engine.retriever,
-            ContextMemory(engine.memory.model, engine.memory.tokenizer),
-            max_new_tokens=_LONGEST_ANSWER,
-        )
+        fresh = new_engine()  # a retriever knows the nodes that were there when it was made
         misled = fresh.query(question.question)
         is_retrieved = _PLANTED in [source.node.ref_doc_id for source in misled.source_nodes]
         seconds, after, again = 0.0, misled, misled
@@ -165,8 +160,9 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int)
         "",
         f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
         "",
-        f"A `VectorStoreIndex` over {n_passages} passages. `one memory`: queries one after the other, nodes stay prefilled;",
-        "when the context is full, those retrieved longest ago are forgotten. `a new one`: a new memory for every query.",
+        f"A `VectorStoreIndex` over {n_passages} passages; questions about one article come one after the other.",
+        "`one memory`: nodes stay prefilled; when the context is full, those retrieved longest ago are forgotten.",
+        "`a new one`: a new memory for every query.",
         "",
         "| | queries | tokens prefilled a query | tokens reused | prompt tokens | nodes already there | seconds | right |",
         "|---|---|---|---|---|---|---|---|",
