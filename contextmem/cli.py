@@ -212,6 +212,36 @@ def rag(
         )
 
 
+@evaluate.command()
+def agent(
+    traces: Annotated[list[Path], typer.Option(help="JSONL files of traces with tool calls, repeatable.")],
+    out: Annotated[Path, typer.Option(help="Folder for rows, metrics and table; a run adds to its rows.")] = Path(
+        "evals/agent/results"
+    ),
+    model: ModelOption = EMBEDDED,
+    system: Annotated[Path | None, typer.Option(help="A file with the system text of the traces.")] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a trace; longer ones are left out.")] = 4096,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most traces replayed; default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the edited results.")] = 0,
+) -> None:
+    """Replay recorded tool calls with the policies off and on, and retract edited copies of results."""
+    with _clean_errors(), _extra("tools"):
+        from contextmem.evals.agent.run import run
+
+        print(
+            run(
+                out,
+                traces,
+                model_name=model,
+                system=system,
+                longest=longest,
+                limit=limit,
+                seed=seed,
+                command=_command(),
+            )
+        )
+
+
 @evaluate.command("span-neighbour")
 def span_neighbour(
     eraser: Annotated[list[str], typer.Option(help="LABEL=FOLDER or hub id, repeatable.")],

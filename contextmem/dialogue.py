@@ -46,8 +46,8 @@ class Dialogue:
         return (*self._frame(self.framing.opening), segment, *self._frame(self.framing.after_system))
 
     def placed(self, segment: Segment) -> tuple[Segment, ...]:
-        """A segment as it stands in the open user turn; an assistant's gets a turn of its own."""
-        return self.answered(segment) if segment.kind == "assistant" else (segment,)
+        """A segment as it stands in the open user turn; what the assistant said or called gets a turn of its own."""
+        return self.answered(segment) if segment.kind in ("assistant", "tool_call") else (segment,)
 
     def answered(self, answer: Segment) -> tuple[Segment, ...]:
         """An assistant segment between the frame that closes the user turn and the one that opens the next."""

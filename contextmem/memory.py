@@ -319,8 +319,8 @@ class ContextMemory:
     ) -> Segment:
         """Prefill `text` at the end of the context, as data in the open user turn.
 
-        No separator is added. `kind="assistant"` closes the user turn, puts the text in a turn of the assistant's and
-        opens the next user turn.
+        No separator is added. The kinds "assistant" and "tool_call" close the user turn, put the text in a turn of the
+        assistant's and open the next user turn.
 
         Args:
             key: logical name, to find and replace it by.

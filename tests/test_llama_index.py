@@ -24,7 +24,9 @@ from contextmem.integrations.llama_index import (
     ContextMemoryQueryEngine,
     DropRetracted,
     NodeBridge,
+    SentenceEmbedding,
 )
+from contextmem.training.prose import prose_of
 
 Make = Callable[..., ContextMemory]
 
@@ -483,3 +485,47 @@ def test_a_block_recalls_what_short_term_memory_let_go(llama_memory: Make) -> No
     assert recalled and "4821" not in recalled
     assert asyncio.run(block.atruncate("a b\nc d", 1)) == "a b" and asyncio.run(block.atruncate("a b", 99)) is None
     assert asyncio.run(block.aget([])) == ""
+
+
+@pytest.mark.smollm2
+class TestEmbeddedModels:
+    """A real vector index, the embedded language model, the embedded sentence embedding model."""
+
+    FEE = "The yearly fee of the Larkspur library is {} dollars. It is described in the guide for visitors."
+    QUESTION = "What is the yearly fee of the Larkspur library?"
+
+    @pytest.fixture(scope="class")
+    def index(self) -> VectorStoreIndex:
+        passages = [p for document in prose_of().documents for p in document if len(p) < 400][:200]
+        documents = [Document(text=text, id_=f"reference-{n}") for n, text in enumerate(passages)]
+        documents.append(Document(text="From the county almanac. " + self.FEE.format(35), id_="almanac"))
+        documents.append(Document(text="From a visitor's letter. " + self.FEE.format(90), id_="letter"))
+        assert len(documents) == 202
+        return VectorStoreIndex.from_documents(documents, embed_model=SentenceEmbedding())
+
+    def test_a_misleading_passage_flips_an_answer_and_retracting_it_flips_it_back(
+        self, smollm2: tuple[Any, Any], index: VectorStoreIndex
+    ) -> None:
+        memory = ContextMemory(*smollm2)
+        engine = ContextMemoryQueryEngine(index.as_retriever(similarity_top_k=4), memory, max_new_tokens=24)
+        misled = engine.query(self.QUESTION)
+        assert {"almanac", "letter"} <= {source.node.ref_doc_id for source in misled.source_nodes}
+        assert "90" in misled.response and "35" not in misled.response
+        assert engine.retract(ref_doc_id="letter").method == "kveraser"
+        right = engine.query(self.QUESTION)
+        assert "35" in right.response and "90" not in right.response
+        assert right.metadata["new"] == [] and len(right.metadata["retracted"]) == 1
+        assert right.metadata["tokens_prefilled"] < 40 < right.metadata["tokens_reused"]
+        assert "letter" not in {source.node.ref_doc_id for source in right.source_nodes}
+
+    def test_later_queries_prefill_only_what_is_new(self, smollm2: tuple[Any, Any], index: VectorStoreIndex) -> None:
+        memory = ContextMemory(*smollm2)
+        engine = ContextMemoryQueryEngine(index.as_retriever(similarity_top_k=3), memory, max_new_tokens=2)
+        asked = ["What does the assert statement do?", "When does an assertion fail?", "What is a lambda expression?"]
+        first, *later = [engine.query(question) for question in asked]
+        assert first.metadata["resident"] == [] and sum(len(r.metadata["resident"]) for r in later) > 0
+        for response in later:
+            new = [s for s in memory.segments() if s.key in response.metadata["new"]]
+            question = response.metadata["tokens_prefilled"] - sum(segment.n_tokens for segment in new)
+            assert 0 < question < 40 and response.metadata["tokens_reused"] >= first.metadata["prompt_tokens"] - 40
+        assert memory.verify().is_equal

@@ -1,0 +1,160 @@
+"""`contextmem eval agent`: recorded traces with the policies off and on, and edited results that are retracted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from contextmem import ContextMemory
+from contextmem.errors import InvalidInput
+from contextmem.evals.agent.replay import rate, replayed
+from contextmem.evals.agent.stale import METHODS, cases_of, measure_case
+from contextmem.evals.agent.traces import Trace, traces_of
+from contextmem.evals.bootstrap import mean_interval
+from contextmem.evals.environment import environment
+from contextmem.evals.rows import RowLog
+from contextmem.integrations.tool_loop import CollapseRepeats, RetractFailed, SupersedeReads
+from contextmem.loading import load_pretrained
+
+__all__ = ["run"]
+
+OFF = "off"
+
+
+def run(
+    folder: Path,
+    paths: Sequence[Path],
+    *,
+    model_name: str = "smollm2-135m-instruct",
+    system: Path | None = None,
+    longest: int = 4096,
+    limit: int | None = None,
+    seed: int = 0,
+    command: str = "contextmem eval agent",
+    say: Callable[[str], None] = print,
+) -> str:
+    """Measure what is missing in `folder`/rows.jsonl and write the report; returns the table.
+
+    Args:
+        folder: where rows, metrics and table go; a run resumes from its rows.
+        paths: JSONL files of traces.
+        system: a file with the system text.
+        longest: most tokens of a trace; longer ones are left out.
+        limit: most traces replayed; those in which a policy finds something come first.
+        seed: of the edited results.
+
+    Raises:
+        InvalidInput: no trace can be read.
+    """
+    model, tokenizer = load_pretrained(model_name)
+    text = system.read_text() if system is not None else None
+    settings = {"traces": [path.name for path in paths], "system": system is not None, "longest": longest, "seed": seed}
+    log = RowLog(folder / "rows.jsonl", settings)
+    traces = traces_of(paths)
+
+    def new_memory(**options: Any) -> ContextMemory:
+        return ContextMemory(model, tokenizer, **options)
+
+    counter = new_memory()
+    short = [trace for trace in traces if sum(counter.count_tokens(t.text) + 8 for t in trace.turns) <= longest]
+    chosen = sorted(short, key=lambda trace: not _is_eventful(trace))[:limit]
+    if not chosen:
+        raise InvalidInput(f"no trace of at most {longest:,} tokens among {len(traces)}.")
+    policies = {
+        OFF: (),
+        "on": (CollapseRepeats(), RetractFailed(), SupersedeReads()),
+        "on, recomputed": (CollapseRepeats(), RetractFailed("recompute"), SupersedeReads("recompute")),
+    }
+    for case in cases_of(traces, seed):
+        measure_case(new_memory, case, log)
+    say(f"edited results: {len({row['id'] for row in log.of(kind='stale')})}")
+    for number, trace in enumerate(chosen):
+        for name, wanted in policies.items():
+            if not log.has(trace.id, name):
+                log.add(trace.id, name, kind="replay", **replayed(new_memory(system=text), trace, wanted))
+        say(f"trace {number + 1} of {len(chosen)}")
+    return _report(log, folder, command, seed, list(policies))
+
+
+def _is_eventful(trace: Trace) -> bool:
+    """Whether there is anything for a policy to do: a failure, a call made twice, something read and then written."""
+    calls = [turn.text for turn in trace.turns if turn.kind == "tool_call"]
+    read: set[str] = set()
+    for turn in trace.turns:
+        if turn.is_error or read & set(turn.writes):
+            return True
+        read |= set(turn.reads)
+    return len(set(calls)) < len(calls)
+
+
+def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequence[str]) -> str:
+    used = environment()
+    figures: dict[str, Any] = {"replay": {}, "stale": {}}
+    lines = [
+        "# Recorded tool calls through a memory, SmolLM2-135M-Instruct",
+        "",
+        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
+        "",
+        "Traces of tau-bench (airline) and ToolTalk, turn by turn; the model is only scored. Policies: collapse_repeats,",
+        "retract_failed, supersede_reads; `on` edits by `auto`, `on, recomputed` exactly. Sums and means over the traces in",
+        "which a policy did something. `nats`: log-probability, a token, of the recorded assistant turns after the first",
+        "change. `edits`: seconds of all edits; `again`: of reading the final context from nothing, once an edit.",
+        "",
+        "| policies | traces | calls | failed | retracted | collapsed | tokens at last | at most | nats | edits | again |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    on = {row["id"]: row for row in log.of(kind="replay", method="on") if row["retracted"] + row["collapsed"]}
+    for name in policies:
+        rows = [row for row in log.of(kind="replay", method=name) if row["id"] in on]
+        if not rows:
+            continue
+        sums = {key: sum(row[key] for row in rows) for key in ("n_calls", "n_failed", "retracted", "collapsed")}
+        means = {key: mean(row[key] for row in rows) for key in ("tokens", "peak")}
+        after = [rate(row["turns"][first:]) for row in rows if (first := on[row["id"]]["first"]) is not None]
+        edits = sum(row["seconds"] for row in rows)
+        again = sum(row["rebuild_s"] * (row["retracted"] + row["collapsed"]) for row in rows)
+        nats = mean(one for one in after if one is not None)
+        figures["replay"][name] = {"n": len(rows), **sums, **means, "nats": nats, "edit_s": edits, "again_s": again}
+        lines.append(
+            f"| {name} | {len(rows)} | {sums['n_calls']} | {sums['n_failed']} | {sums['retracted']} | {sums['collapsed']} "
+            f"| {means['tokens']:.0f} | {means['peak']:.0f} | {nats:.3f} "
+            f"| {edits:.2f} | {again:.2f} |"
+        )
+    n_quiet = len({row["id"] for row in log.of(kind="replay")} - set(on))
+    lines += [
+        "",
+        f"In {n_quiet} more traces no policy had anything to do.",
+        "",
+        "## An edited copy of a result, then the true one",
+        "",
+        "The same call twice: the first result has another number in one place. Asked for the number; `margin`:",
+        "log-probability of the true one above the copy's, nats. Brackets: 95 % bootstrap intervals.",
+        "",
+        "| copy retracted by | n | true number | copy's number | margin |",
+        "|---|---|---|---|---|",
+    ]
+    for method in METHODS:
+        rows = list(log.of(kind="stale", method=method))
+        if rows:
+            right, low, high = mean_interval([row["score"] for row in rows])
+            wrong, margin = mean(row["wrong"] for row in rows), mean(row["margin"] for row in rows)
+            figures["stale"][method] = {
+                "n": len(rows),
+                "right": right,
+                "low": low,
+                "high": high,
+                "wrong": wrong,
+                "margin": margin,
+            }
+            label = "nothing" if method == "both" else method
+            lines.append(
+                f"| {label} | {len(rows)} | {right:.2f} [{low:.2f}, {high:.2f}] | {wrong:.2f} | {margin:+.2f} |"
+            )
+    table = "\n".join(lines) + "\n"
+    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
+    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "table.md").write_text(table)
+    return table
