@@ -115,6 +115,25 @@ def test_gradients_reach_the_restorer_and_nothing_else(model: Any) -> None:
             parameter.requires_grad_(flag)
 
 
+def test_contexts_of_a_pool_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time costs the restore pass and the student only, and gives the same loss."""
+    model = tiny_model("llama")
+    restorer = moved(RestoreKV.untrained(model, n=4), model)  # type: ignore[arg-type]
+    backbone, codec, evictor = Backbone.of(model), Codec.of(tiny_tokenizer_kept()), EVICTORS["knorm"]
+    samples = [RecallSample(CONTEXT[i:], ((7, 8), (9, 10, 11)), 2, 0.3) for i in range(3)]
+    objective = RestorerObjective(backbone, codec, restorer, evictor, pool=2)  # type: ignore[arg-type]
+    plain = RestorerObjective(backbone, codec, restorer, evictor)  # type: ignore[arg-type]
+    fed: list[int] = []
+    original = Backbone.prefill
+    monkeypatch.setattr(Backbone, "prefill", lambda s, ids, *a, **o: fed.append(len(ids)) or original(s, ids, *a, **o))
+    first = [float(objective(sample)["loss"].detach()) for sample in samples]
+    n_first = len(fed)
+    again = [float(objective(sample)["loss"].detach()) for sample in samples]
+    assert n_first and len(fed) - n_first == n_first // 3, "only the third, which the pool had no place for"
+    assert again == first
+    assert first == pytest.approx([float(plain(sample)["loss"].detach()) for sample in samples], rel=1e-3)
+
+
 class TestTrainer:
     PLAN: ClassVar[dict[str, Any]] = {
         "steps": 4,
