@@ -12,9 +12,8 @@ def main() -> None:
         memory.append(note, source="inventory")
     stats = memory.stats()
     print(f"{stats.n_tokens:,} tokens read, {stats.tokens_held:,.0f} held, budget {stats.budget}")
-    print(
-        f"{stats.nbytes_held / 2**20:.0f} MiB held; a full cache would use {memory.backbone.slot_nbytes * stats.n_tokens / 2**20:.0f} MiB"
-    )
+    full = memory.backbone.slot_nbytes * stats.n_tokens
+    print(f"{stats.nbytes_held / 2**20:.0f} MiB held; a full cache would use {full / 2**20:.0f} MiB")
     print(memory.ask("What is the code of the wine cellar?", max_new_tokens=16).text)
 
 
