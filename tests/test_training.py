@@ -206,6 +206,26 @@ def test_contexts_of_a_pool_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) 
     assert again == first == [float(plain(sample)["loss"].detach()) for sample in samples]
 
 
+def test_a_sharper_teacher_is_surer_of_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    backbone = Backbone.of(model)
+    adapter = KVEraser.untrained(model).adapter_for(backbone)
+    sample = Sample(tuple(range(5, 60)), (Erasure(40, 55, (7, 8), (9, 2), "test"),))
+    taught: list[torch.Tensor] = []
+
+    def watched(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        taught.append(one.log_softmax(-1))
+        return (one - other).square().sum()
+
+    monkeypatch.setattr("contextmem.training.objective._divergence", watched)
+    for sharpness in (1.0, 2.0):
+        EraserObjective(backbone, adapter, sharpness=sharpness)(sample)
+    plain, sharp = taught
+    assert torch.equal(plain.argmax(-1), sharp.argmax(-1))
+    assert torch.allclose(sharp, (2 * plain).log_softmax(-1), atol=1e-5)
+    assert (sharp.exp().amax(-1) > plain.exp().amax(-1)).all()
+
+
 @pytest.mark.parametrize("limit", [0.0, 1e9])
 def test_what_a_mask_does_as_well_is_left_out(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     model = tiny_model("llama")
