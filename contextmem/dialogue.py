@@ -47,15 +47,8 @@ class Dialogue:
 
     def placed(self, segment: Segment) -> tuple[Segment, ...]:
         """A segment as it stands in the open user turn; what the assistant said or called gets a turn of its own."""
-        return self.answered(segment) if segment.kind in ("assistant", "tool_call") else (segment,)
-
-    def answered(self, answer: Segment) -> tuple[Segment, ...]:
-        """An assistant segment between the frame that closes the user turn and the one that opens the next."""
-        return (
-            *self._frame(self.framing.answer_open, answer.id),
-            answer,
-            *self._frame(self.framing.answer_close, answer.id),
-        )
+        opened, closed = self.framing.round(segment.kind)
+        return (*self._frame(opened, segment.id), segment, *self._frame(closed, segment.id))
 
     def _frame(self, token_ids: Sequence[int], owner: str | None = None) -> tuple[Segment, ...]:
         return (span(self.new_id(), "frame", token_ids, owner=owner),) if token_ids else ()

@@ -16,11 +16,13 @@ logger = logging.getLogger("contextmem")
 
 @dataclass(frozen=True)
 class SegmentRecord:
-    """What an event keeps of a segment: id, length in tokens, and the SHA-256 of its text."""
+    """What an event keeps of a segment: id, length in tokens, the SHA-256 of its text, and the caller's labels."""
 
     id: str
     n_tokens: int
     sha256: str
+    key: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,4 +52,4 @@ class Event:
 def record_of(segment: Segment) -> SegmentRecord:
     """The trace of a segment that may stay when its text must not."""
     digest = hashlib.sha256(segment.text.encode("utf-8", "surrogatepass")).hexdigest()
-    return SegmentRecord(segment.id, segment.n_tokens, digest)
+    return SegmentRecord(segment.id, segment.n_tokens, digest, segment.key, segment.source)

@@ -32,6 +32,8 @@ class Framing:
         bare_opening: before the first user text of a dialogue without a system text.
         answer_open: after the user texts, up to the first token of the answer.
         answer_close: after the answer, up to the next user text.
+        call_open, call_close: round a tool call, inside the assistant's turn.
+        result_open, result_close: round a tool result, inside the user turn.
     """
 
     opening: tuple[int, ...] = ()
@@ -39,6 +41,18 @@ class Framing:
     bare_opening: tuple[int, ...] = ()
     answer_open: tuple[int, ...] = ()
     answer_close: tuple[int, ...] = ()
+    call_open: tuple[int, ...] = ()
+    call_close: tuple[int, ...] = ()
+    result_open: tuple[int, ...] = ()
+    result_close: tuple[int, ...] = ()
+
+    def round(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What stands before and after a segment of that kind."""
+        if kind == "tool_call":
+            return (*self.answer_open, *self.call_open), (*self.call_close, *self.answer_close)
+        if kind == "tool_result":
+            return self.result_open, self.result_close
+        return (self.answer_open, self.answer_close) if kind == "assistant" else ((), ())
 
 
 def framing_of(codec: Codec) -> Framing:

@@ -144,8 +144,19 @@ class Ledger:
         return Ledger(tuple(s.emptied("erased") if s.id in names else s for s in self.spans), self.gone)
 
     def swapped(self, old: str, new: Segment) -> Ledger:
-        """With `new` in the place of the segment `old`, whose frames it takes over; the record of the old one is kept."""
+        """With `new` in the place of the segment `old`, whose frames it takes over; the record of the old one is kept.
+
+        Results of a call that is swapped become results of the new one.
+        """
+        is_call = self.by_id[old].kind == "tool_call"
         moved = (replace(span, owner=new.id) if span.owner == old else span for span in self.spans)
+        if is_call:
+            moved = (
+                replace(s, parents=tuple(new.id if p == old else p for p in s.parents))
+                if s.kind == "tool_result"
+                else s
+                for s in moved
+            )
         spans = tuple(new if span.id == old else span for span in moved)
         return Ledger(_laid_out(spans), (*self.gone, self.by_id[old].emptied("retracted")))
 

@@ -1,13 +1,14 @@
 """Ranking segments by meaning, with a sentence embedding model that is loaded once, when it is first needed.
 
-Every segment is embedded in windows that the embedding model reads whole; its score is that of its best window.
+Every segment is embedded in windows short enough for the embedding model to read whole; its score is that of its best
+window.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 from contextmem.errors import ModelUnavailable
 from contextmem.ledger import Segment
 
-__all__ = ["Embed", "Match", "Meanings", "embedder", "same_words"]
+__all__ = ["Embed", "Match", "Meanings", "embedder", "same_words", "windows"]
 
 Embed = Callable[[Sequence[str]], Any]  # texts to unit vectors, (n, width)
 
 HUB_NAME = "sentence-transformers/all-MiniLM-L6-v2"
-_WINDOW, _STRIDE = 150, 110  # words; the model reads 256 word pieces
+_WINDOW, _STRIDE = 220, 160  # pieces as `_PIECE` counts them; the model reads 256 of its own, which are no fewer
+_PIECE = re.compile(r"[a-zA-Z\u00C0-\u024F]{1,3}|\S")
 _LOADING = threading.Lock()
 
 
@@ -43,21 +45,17 @@ class Meanings:
     def __init__(self) -> None:
         self._vectors: dict[str, Any] = {}
 
-    def ranked(self, embed: Embed, text: str, segments: Sequence[Segment]) -> list[Match]:
-        """`segments` that hold words, the closest first; ties in slot order."""
+    def ranked(self, embed: Embed, text: str, segments: Sequence[Segment], live: Collection[str]) -> list[Match]:
+        """Those of `segments` that hold words, the closest first; ties in slot order. `live`: ids that may be kept."""
         segments = [segment for segment in segments if segment.text.strip()]
-        known = {segment.id: self._vectors.get(segment.id) for segment in segments}
-        fresh = [
-            (segment.id, window)
-            for segment in segments
-            if known[segment.id] is None
-            for window in _windows(segment.text)
-        ]
+        known = {name: vectors for name, vectors in self._vectors.items() if name in live}
+        fresh = [(s.id, window) for s in segments if s.id not in known for window in windows(s.text)]
         vectors = embed([text, *(window for _, window in fresh)])
-        for name in dict.fromkeys(name for name, _ in fresh):
-            known[name] = vectors[[1 + i for i, (owner, _) in enumerate(fresh) if owner == name]]
-        self._vectors = known
-        matches = [Match(segment, float((known[segment.id] @ vectors[0]).max())) for segment in segments]
+        rows: dict[str, list[int]] = {}
+        for row, (name, _) in enumerate(fresh, 1):
+            rows.setdefault(name, []).append(row)
+        self._vectors = known | {name: vectors[indices] for name, indices in rows.items()}
+        matches = [Match(segment, float((self._vectors[segment.id] @ vectors[0]).max())) for segment in segments]
         return sorted(matches, key=lambda match: -match.score)
 
 
@@ -102,11 +100,13 @@ def _place() -> str:
     return str(get_model_path())
 
 
-def _windows(text: str) -> Iterator[str]:
-    words = text.split()
-    for start in range(0, max(1, len(words) - _WINDOW + _STRIDE), _STRIDE):
-        yield " ".join(words[start : start + _WINDOW])
+def windows(text: str) -> Iterator[str]:
+    """Overlapping parts of a text, of `_WINDOW` pieces at most."""
+    starts = [piece.start() for piece in _PIECE.finditer(text)]
+    for first in range(0, max(1, len(starts) - _WINDOW + _STRIDE), _STRIDE):
+        begin = starts[first] if first < len(starts) else 0
+        yield text[begin : starts[first + _WINDOW] if first + _WINDOW < len(starts) else None]
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+|[^\w\s]", text.casefold())
+    return re.findall(r"\w+|[^\w\s]", text.casefold())

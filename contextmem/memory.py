@@ -141,13 +141,17 @@ class ContextMemory:
         self._end_ids = end_ids(self.backbone, self._codec, self._framing)
         self._begin(State(Ledger(), self.backbone.new_cache(), 0), lineage=secrets.token_hex(4))
         if system is not None:
-            spans = self._dialogue.system(system, self._codec.encode(system))
-            with self._working():
-                check_room(self.backbone, self.next_position, _n_tokens(spans), "the system text")
-                if self._budget is not None:
-                    check_budget(self._budget, Ledger().added(spans))
-                self._add(self._state, spans, None)
-                self._log("append", spans, tokens_computed=self.seq_length)
+            self._tell(system)
+
+    def _tell(self, system: str) -> None:
+        """Prefill the system text."""
+        spans = self._dialogue.system(system, self._codec.encode(system))
+        with self._working():
+            check_room(self.backbone, self.next_position, _n_tokens(spans), "the system text")
+            if self._budget is not None:
+                check_budget(self._budget, Ledger().added(spans))
+            self._add(self._state, spans, None)
+            self._log("append", spans, tokens_computed=self.seq_length)
 
     @classmethod
     def from_pretrained(
@@ -278,7 +282,7 @@ class ContextMemory:
         if not isinstance(top_k, int) or top_k < 1:
             raise InvalidInput(f"top_k must be a positive integer, not {top_k!r}.")
         pool = self.segments(source=source, kind=kind)
-        return self._meanings.ranked(self._embed or embedder(), text, pool)[:top_k]
+        return self._ranked(text, pool)[:top_k]
 
     def stats(self) -> Stats:
         """Tokens and bytes by segment."""
@@ -299,6 +303,18 @@ class ContextMemory:
             tokens_held=n_tokens_held(state),
             budget=self._budget.n_tokens if self._budget is not None else None,
         )
+
+    def frame_tools(self, call: tuple[str, str], result: tuple[str, str]) -> None:
+        """Put a chat template's own markup round tool calls and results from now on, as frames that go with them.
+
+        Args:
+            call: what stands before and after a call, inside the assistant's turn.
+            result: what stands before and after a result, inside the user turn.
+        """
+        ids = [self._codec.encode_frame(text) if text else () for text in (*call, *result)]
+        names = ("call_open", "call_close", "result_open", "result_close")
+        self._framing = replace(self._framing, **dict(zip(names, ids, strict=True)))
+        self._dialogue = Dialogue(self._framing, self._new_id)
 
     # ------------------------------------------------------------------ adding
 
@@ -333,8 +349,9 @@ class ContextMemory:
                 "replace" the old version (retracted by `auto`, in the same step).
             on_duplicate: "keep" does not look for any; "warn" appends, with a `DuplicateWarning` and an event that name live
                 segments of the same words or nearly the same meaning; "share" returns a live segment of the same words,
-                kind and source in place of prefilling them again. Nearness of meaning is never enough to share: it does
-                not tell 30 days from 14.
+                kind, source and parents in place of prefilling them again, if its key is the one given or none is given
+                and nothing would be lost (no other version to replace, no pin). Nearness of meaning is never enough to
+                share: it does not tell 30 days from 14.
             overflow: when the text does not fit: "error", or "truncate" its end (`segment.truncated` says how much).
             progress: called with `ProgressEvent`s.
 
@@ -352,11 +369,7 @@ class ContextMemory:
         ids = self._codec.encode(text)
         with self._working():
             state = self._state
-            twins = self._twins(on_duplicate, text, kind, source)
-            if twins and on_duplicate == "share":
-                self._log("share", twins[:1])
-                return twins[0]
-            fields = {
+            fields: dict[str, Any] = {
                 "key": key,
                 "source": source,
                 "parents": tuple(known(state.ledger, parent).id for parent in listed(parents)),
@@ -364,7 +377,13 @@ class ContextMemory:
                 "metadata": plain,
             }
             rivals = state.ledger.select(state.ledger.content(), key=key, state="live") if key is not None else ()
+            twins = self._twins(on_duplicate, text, kind, fields)
+            if twins and on_duplicate == "share" and all(rival.id == twins[0].id for rival in rivals):
+                self._log("share", twins[:1])
+                return twins[0]
             if rivals and on_conflict == "replace":
+                paired = provenance.paired(state.ledger, rivals)
+                rivals = tuple(s for s in paired if s.id not in fields["parents"])  # the call of the new result stays
                 self._warn_of_dependents(state, rivals)
                 held = (
                     state.view()
@@ -393,17 +412,24 @@ class ContextMemory:
                     KeyConflictWarning,
                     stacklevel=2,
                 )
-            if twins:
+            if twins and on_duplicate == "warn":
                 names = ", ".join(twin.id for twin in twins)
                 warnings.warn(f"live segments say the same or nearly: {names}.", DuplicateWarning, stacklevel=2)
             self._add(state, spans, progress)
             if rivals and on_conflict == "replace":
                 why = "replaced by a newer version"
-                self._log("retract", rivals, method=plan.method, guarantee=plan.guarantee, reason=why)
+                self._log(
+                    "retract",
+                    rivals,
+                    method=plan.method,
+                    guarantee=plan.guarantee,
+                    reason=why,
+                    tokens_computed=plan.tokens,
+                )
             self._log("append", (segment,), tokens_computed=_n_tokens(spans))
             if rivals and on_conflict == "keep":
                 self._log("conflict", (*rivals, segment))
-            if twins:
+            if twins and on_duplicate == "warn":
                 self._log("duplicate", (*twins, segment))
             return self._state.ledger.by_id[segment.id]
 
@@ -493,8 +519,9 @@ class ContextMemory:
             before = [*self._dialogue.opened(base.ledger)]
             if question[1]:
                 before.append(span(self._new_id(), "user", question[1], text=question[0]))
-            prompt = [*ids_of(before), *self._framing.answer_open, *prefix[1]]
-            closing = len(self._framing.answer_close) if kept_as is not None else 0
+            opened, closed = self._framing.round(kept_as or "assistant")
+            prompt = [*ids_of(before), *opened, *prefix[1]]
+            closing = len(closed) if kept_as is not None else 0
             check_room(self.backbone, base.cache.next_position, len(prompt) + 1 + closing, "the question")
             if recall is not None:
                 base = self._recalled(base, tuple(prompt))
@@ -545,9 +572,9 @@ class ContextMemory:
             text=self._codec.decode(ids, skip_special_tokens=True),
             parents=tuple(s.id for s in (*base.ledger.content(), *before) if s.kind != "frame" and s.state == "live"),
         )
-        spans = (*before, *self._dialogue.answered(answer))
+        spans = (*before, *self._dialogue.placed(answer))
         ledger = base.ledger.added(spans)
-        n_cached = ledger.n_slots - len(self._framing.answer_close) - len(result.token_ids) + result.n_cached
+        n_cached = ledger.n_slots - len(self._framing.round(kind)[1]) - len(result.token_ids) + result.n_cached
         cache.rewind(n_cached)
         if rest := ledger.token_ids[len(ledger.token_ids) - (ledger.n_slots - n_cached) :]:
             self.backbone.prefill(rest, cache, chunk=self.chunk_size, step=self._step(None))
@@ -641,7 +668,8 @@ class ContextMemory:
             derived = provenance.dependents(base.ledger, [segment.id for segment in found])
             if cascade and derived:
                 ids = {segment.id for segment in targets} | set(derived)
-                targets = tuple(s for s in base.ledger.content() if s.id in ids and s.state in ("live", "evicted"))
+                taken = provenance.paired(base.ledger, [s for s in base.ledger.content() if s.id in ids])
+                targets = tuple(s for s in taken if s.state in ("live", "evicted"))
                 derived = ()
             if not targets:
                 why = f"already {found[0].state}: {', '.join(segment.id for segment in found)}"
@@ -839,13 +867,24 @@ class ContextMemory:
 
     # ------------------------------------------------------------------ going back, forking
 
-    def fork(self) -> Self:
-        """An independent memory with the same content. Copies nothing; whichever writes first past the other copies."""
+    def fork(self, *, system: str | None = None) -> Self:
+        """An independent memory with the same content. Copies nothing; whichever writes first past the other copies.
+
+        Args:
+            system: a system text for the fork of an empty memory.
+
+        Raises:
+            InvalidInput: this memory is not empty, so that a system text can no longer come first.
+        """
         with self._working():
+            if system is not None and self._state.ledger.spans:
+                raise InvalidInput("a system text comes first: only the fork of an empty memory can be given one.")
             other = object.__new__(type(self))
             other.__dict__.update(self.__dict__)
             other._begin(self._state.view(), lineage=self._lineage, events=self._events)
-            return other
+        if system is not None:
+            other._tell(system)
+        return other
 
     def checkpoint(self) -> Checkpoint:
         """The present state, to `restore`. Copies nothing."""
@@ -1048,16 +1087,21 @@ class ContextMemory:
                 stacklevel=3,
             )
 
-    def _twins(self, on_duplicate: str, text: str, kind: str, source: str | None) -> tuple[Segment, ...]:
+    def _twins(self, on_duplicate: str, text: str, kind: str, fields: Mapping[str, Any]) -> tuple[Segment, ...]:
         """Live segments that `text` would repeat, in the sense of `append`'s argument."""
         if on_duplicate == "keep" or not text.strip():
             return ()
         live = self.segments(kind=kind)
         same = same_words(text, live)
         if on_duplicate == "share":
-            return tuple(twin for twin in same if twin.source == source)
-        close = self._meanings.ranked(self._embed or embedder(), text, live)
+            alike = (twin for twin in same if (twin.source, twin.parents) == (fields["source"], fields["parents"]))
+            return tuple(t for t in alike if fields["key"] in (None, t.key) and t.pinned >= fields["pinned"])
+        close = self._ranked(text, live)
         return (*same, *(m.segment for m in close if m.score >= _NEARLY_THE_SAME and m.segment not in same))
+
+    def _ranked(self, text: str, pool: Sequence[Segment]) -> list[Match]:
+        live = {segment.id for segment in self.segments()}
+        return self._meanings.ranked(self._embed or embedder(), text, pool, live)
 
     def _step(self, report: Progress | None) -> Any:
         def step(done: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, MockEmbedding, SummaryIndex, VectorStoreIndex
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock, ToolCallBlock
 from llama_index.core.memory import Memory
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
@@ -127,6 +127,47 @@ class TestQueryEngine:
             engine.query("what?")
         stream.close()
         assert "".join(engine.query("what?").response_gen)
+
+    def test_a_stream_is_begun_when_it_is_returned(self, llama_memory: Make) -> None:
+        """Its sources are those of the answer, whatever happens before it is read."""
+        engine = engine_over(llama_memory(), "one", streaming=True)
+        expected = str(engine_over(llama_memory(), "one").query("what?"))
+        response = engine.query("what?")
+        with pytest.raises(MemoryBusy):
+            engine.retract(ids(response.source_nodes)[0])
+        assert "".join(response.response_gen) == expected
+
+    def test_tokens_read_again_count_as_computed(self, llama_memory: Make) -> None:
+        memory = llama_memory()
+        engine = engine_over(memory, on_full="forget")
+        size = memory.context_length // memory.count_tokens("word " * 3)
+        for name in "ab":
+            engine.retriever.nodes = [node("word " * size, name)]
+            engine.query("what?")
+        kept = engine.bridge.resident()["b"].n_tokens
+        engine.retriever.nodes = [node("word " * size, "c")]
+        response = engine.query("what?")
+        assert response.metadata["forgotten"] == ["a"]
+        new = engine.bridge.resident()["c"].n_tokens
+        question = memory.count_tokens(engine._template.format(query_str="what?"), asked=True)
+        assert response.metadata["tokens_prefilled"] == kept + new + question
+        assert response.metadata["tokens_reused"] == memory.seq_length - kept - new
+
+    def test_a_timeout_is_a_timeout(self, llama_memory: Make) -> None:
+        engine = engine_over(llama_memory(), "one", streaming=True)
+        expected = "".join(engine.query("what?").response_gen)
+
+        async def hurried() -> str:
+            response = await engine.aquery("what?")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1e-6):
+                    async for _ in response.async_response_gen():
+                        pass
+            await response.response_gen.aclose()
+            again = await engine.aquery("what?")
+            return "".join([piece async for piece in again.async_response_gen()])
+
+        assert asyncio.run(hurried()) == expected
 
     def test_a_changed_node_replaces_its_old_version(self, llama_memory: Make) -> None:
         engine = engine_over(llama_memory())
@@ -246,6 +287,87 @@ class TestRetraction:
         assert again.metadata["retracted"] == [gone] == again.metadata["new"]
         assert gone in ids(again.source_nodes)
         assert engine.query("what?").metadata["retracted"] == []
+
+    def test_a_forgotten_node_can_be_retracted(self, llama_memory: Make) -> None:
+        memory = llama_memory()
+        engine = engine_over(memory, on_full="forget")
+        size = memory.context_length // memory.count_tokens("word " * 2)
+        for name in ("a", "b"):
+            engine.retriever.nodes = [node("word " * size, name)]
+            engine.query("what?")
+        assert list(engine.bridge.resident()) == ["b"] and not engine.bridge.is_retracted("a")
+        assert engine.retract("a").method == "none"
+        engine.retriever.nodes = [node("word " * size, "a")]
+        assert engine.query("what?").metadata["retracted"] == ["a"]
+
+    def test_other_parts_of_a_retracted_document_stay_out(self, llama_memory: Make) -> None:
+        engine = engine_over(llama_memory())
+        engine.retriever.nodes = [node("a1", document="a")]
+        engine.query("what?")
+        engine.retract(ref_doc_id="a")
+        engine.retriever.nodes = [node("a2", document="a"), node("b1", document="b")]
+        response = engine.query("what?")
+        assert len(response.metadata["retracted"]) == 1 and len(response.source_nodes) == 1
+
+    def test_going_back_does_not_bring_it_back(self, llama_memory: Make) -> None:
+        """The bridge reads wishes off the event log, which going back does not shorten."""
+        memory = llama_memory()
+        engine = engine_over(memory, "one", "two")
+        engine.query("what?")
+        gone = next(iter(engine.bridge.resident()))
+        mark = memory.checkpoint()
+        engine.retract(gone, method="recompute")
+        memory.restore(mark)
+        assert gone in engine.bridge.resident()
+        engine.bridge.keep_out()
+        assert gone not in engine.bridge.resident() and engine.query("what?").metadata["retracted"] == [gone]
+
+    def test_room_made_in_a_turn_that_failed_is_no_excuse(self, llama_memory: Make) -> None:
+        memory = llama_memory()
+        engine = ContextMemoryChatEngine(memory, retriever=Given(), on_full="forget", max_new_tokens=4)
+        size = memory.context_length // memory.count_tokens("word " * 2)
+        engine._retriever.nodes = [node("word " * size, "a")]
+        engine.bridge.insert(engine._retriever.nodes)
+        engine._retriever.nodes = [node("word " * size, "b")]
+        broken, memory.ask = memory.ask, lambda *a, **k: 1 / 0  # type: ignore[method-assign,assignment]
+        with pytest.raises(ZeroDivisionError):
+            engine.chat("hello")
+        memory.ask = broken  # type: ignore[method-assign]
+        assert list(engine.bridge.resident()) == ["a"]
+        engine.retract("a", method="recompute")
+        assert engine.bridge.is_retracted("a")
+
+    def test_a_node_with_the_key_of_something_else_is_refused(self, llama_memory: Make) -> None:
+        engine = engine_over(llama_memory())
+        engine.memory.append("mine", key="policy")
+        engine.retriever.nodes = [node("theirs", "policy")]
+        before = snapshot(engine.memory)
+        with pytest.raises(InvalidInput, match="'policy'"):
+            engine.query("what?")
+        assert_unchanged(engine.memory, before)
+        with pytest.raises(InvalidInput, match="shared"):
+            engine.bridge.insert([], on_duplicate="share")
+
+    def test_slots_of_erased_nodes_make_room(self, llama_memory: Make) -> None:
+        memory = llama_memory()
+        engine = engine_over(memory, on_full="forget")
+        size = memory.context_length // memory.count_tokens("word " * 2)
+        engine.retriever.nodes = [node("word " * size, "a"), node("a short one", "b")]
+        engine.query("what?")
+        engine.retract("a", method="mask")
+        engine.retriever.nodes = [node("word " * size, "c")]
+        response = engine.query("what?")
+        assert response.metadata["new"] == ["c"] and response.metadata["forgotten"] == []
+        assert_equals_reference(memory)
+
+    def test_a_deletion_that_cannot_be_done_is_refused_before_the_index(
+        self, llama_memory: Make, index: VectorStoreIndex
+    ) -> None:
+        engine = ContextMemoryQueryEngine(index.as_retriever(similarity_top_k=4), llama_memory(), max_new_tokens=4)
+        engine.query("what?")
+        with pytest.raises(InvalidInput):
+            engine.bridge.delete_ref_doc(index, "doc-1", method="bogus")
+        assert "doc-1" in index.ref_doc_info
 
     def test_a_whole_document(self, llama_memory: Make) -> None:
         engine = engine_over(llama_memory())
@@ -397,11 +519,35 @@ class TestLLM:
             "assistant",
         ]
 
-    def test_messages_that_cannot_be_read_are_refused(self, llama_memory: Make) -> None:
+    def test_a_system_message_of_somebody_elses_is_read(self, llama_memory: Make) -> None:
+        """As those of LlamaIndex's own prompts: the system text where the memory is empty, before the messages elsewhere."""
+        messages = [ChatMessage("Be verbose.", role="system"), ChatMessage("hello", role="user")]
+        empty = llama_memory(budget=512)
+        llm = ContextMemoryLLM(empty, max_new_tokens=4)
+        told = llama_memory(system="Be verbose.").ask("hello", max_new_tokens=4).text
+        assert llm.chat(messages).message.content == told == llm.chat(messages).message.content
+        assert llm.memory is empty and not empty.seq_length and llm._turns._fork.budget.n_tokens == 512
+        other = [ChatMessage("Be brief.", role="system"), messages[1]]
+        brief = llama_memory(system="Be brief.").ask("hello", max_new_tokens=4).text
+        assert llm.chat(other).message.content == brief
+
         memory = llama_memory(system="Be brief.")
-        llm = ContextMemoryLLM(memory)
-        with pytest.raises(InvalidInput, match="system="):
-            llm.chat([ChatMessage("Be verbose.", role="system"), ChatMessage("hello", role="user")])
+        memory.append("a passage ")
+        llm = ContextMemoryLLM(memory, max_new_tokens=4)
+        text = llm.chat(messages).message.content
+        memory.append("Be verbose.\n\n", kind="user")
+        assert memory.ask("hello", max_new_tokens=4).text == text
+
+    def test_stock_engines_answer_over_a_memory_that_holds_something(self, llama_memory: Make) -> None:
+        """Their prompts bring a system message; an error would be swallowed and a canned text returned."""
+        for system in (None, "Be brief."):
+            memory = llama_memory(system=system)
+            memory.append("a passage ")
+            stock = RetrieverQueryEngine.from_args(Given("one"), llm=ContextMemoryLLM(memory, max_new_tokens=4))
+            assert str(stock.query("what?")) != "Empty Response"
+
+    def test_messages_that_cannot_be_read_are_refused(self, llama_memory: Make) -> None:
+        llm = ContextMemoryLLM(llama_memory(system="Be brief."))
         with pytest.raises(InvalidInput, match="image"):
             llm.chat([ChatMessage(blocks=[ImageBlock(image=b"x")], role="user")])
         with pytest.raises(InvalidInput, match="no messages"):
@@ -456,6 +602,39 @@ class TestChatEngine:
         engine.chat("and now?", chat_history=history)
         assert [m.content for m in engine.chat_history][:3] == ["hello", "hi", "and now?"]
 
+    def test_retracted_passages_stay_out_of_every_history(self, llama_memory: Make) -> None:
+        memory = llama_memory()
+        NodeBridge(memory).insert([node("one", "a"), node("two", "b")])
+        engine = ContextMemoryChatEngine(memory, retriever=Given("one"), max_new_tokens=4)
+        engine._retriever.nodes = [node("one", "a"), node("two", "b")]
+        engine.retract("a", method="recompute")
+        engine.chat("hello", chat_history=[ChatMessage("hi", role="user")])
+        assert list(engine.bridge.resident()) == ["b"]
+        engine.reset()
+        assert list(engine.bridge.resident()) == ["b"]
+
+    def test_a_stream_that_is_abandoned_or_fails_keeps_nothing(self, llama_memory: Make) -> None:
+        engine = ContextMemoryChatEngine(llama_memory(), retriever=Given("one"), max_new_tokens=40)
+        first = engine.chat("hello")
+        before = snapshot(engine.memory)
+        engine._retriever.nodes = [node("another")]
+        stream = engine.stream_chat("and?", chat_history=[]).response_gen
+        next(stream)
+        stream.close()
+        assert_unchanged(engine.memory, before)
+        with pytest.raises(ContextOverflow):
+            engine.stream_chat("word " * engine.memory.context_length, chat_history=[])
+        assert_unchanged(engine.memory, before)
+        assert engine.chat_history[-1].content == first.response
+
+    def test_a_foreign_system_message_is_refused(self, llama_memory: Make) -> None:
+        engine = ContextMemoryChatEngine(llama_memory(system="Be brief."), max_new_tokens=4)
+        before = snapshot(engine.memory)
+        with pytest.raises(InvalidInput, match="system="):
+            engine.chat("hello", chat_history=[ChatMessage("Be verbose.", role="system")])
+        assert_unchanged(engine.memory, before)
+        assert engine.chat("hello", chat_history=[ChatMessage("Be brief.", role="system")]).response
+
     def test_a_failure_keeps_nothing(self, llama_memory: Make) -> None:
         engine = ContextMemoryChatEngine(llama_memory(), retriever=Given("one"), max_new_tokens=5)
         before = snapshot(engine.memory)
@@ -485,6 +664,9 @@ def test_a_block_recalls_what_short_term_memory_let_go(llama_memory: Make) -> No
     assert recalled and "4821" not in recalled
     assert asyncio.run(block.atruncate("a b\nc d", 1)) == "a b" and asyncio.run(block.atruncate("a b", 99)) is None
     assert asyncio.run(block.aget([])) == ""
+    called = ChatMessage(blocks=[TextBlock(text="looking it up"), ToolCallBlock(tool_name="look", tool_kwargs={})])
+    asyncio.run(block.aput([called, ChatMessage("and more", role="user")]))
+    assert [segment.text for segment in memory.segments()][-2:] == ["looking it up", "and more"]
 
 
 @pytest.mark.smollm2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from contextmem import (
 )
 from contextmem.cli import app
 from contextmem.drawing import draw_graph
-from contextmem.meaning import embedder, same_words
+from contextmem.meaning import embedder, same_words, windows
 
 Make = Callable[..., ContextMemory]
 TEXTS = {
@@ -62,6 +63,25 @@ def test_a_long_segment_is_found_by_its_end(llama_memory: Make) -> None:
     memory.append(TEXTS["tax"] + " " + "Forms come in several colours and sizes. " * 60 + TEXTS["volcano"], key="long")
     memory.append(TEXTS["tax"], key="short")
     assert memory.find("an eruption of lava")[0].segment.key == "long"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({f"key-{n}": [n, {"x": n / 7}] for n in range(200)}),
+        "語彙は小さな断片に分けられる。" * 100,
+        "def f(x):\n    return {**x, 'a': x['b'][0:3]}\n" * 60,
+        "An ordinary sentence with ordinary words in it. " * 60,
+        "Donaudampfschifffahrtsgesellschaftskapitän " * 60,
+    ],
+)
+def test_windows_are_short_enough_to_be_read_whole(text: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    tokenizer = SentenceTransformer(meaning._place(), device="cpu").tokenizer
+    parts = list(windows(text))
+    assert max(len(tokenizer(part).input_ids) for part in parts) <= 256
+    assert parts[-1].strip() and text.rstrip().endswith(parts[-1].rstrip()) and len(parts) > 1
 
 
 def test_filters_limits_and_empty_segments(llama_memory: Make) -> None:
@@ -135,6 +155,8 @@ class TestDuplicates:
             {"text": "Returns are accepted within 30 days", "source": "forum"},  # who said it
             {"text": "Returns are accepted within 30 days.", "kind": "tool_result"},
             {"text": "", "source": "wiki"},
+            {"text": "Returns are accepted within 30 days.", "key": "faq"},  # its name
+            {"text": "Returns are accepted within 30 days.", "pinned": True},
         ],
     )
     def test_what_differs_is_never_shared(self, llama_memory: Make, other: dict[str, str]) -> None:
@@ -142,6 +164,14 @@ class TestDuplicates:
         first = memory.append("Returns are accepted within 30 days.", source="wiki")
         second = memory.append(**{"source": "wiki", **other}, on_duplicate="share")
         assert second.id != first.id and len(memory.segments()) == 2
+
+    def test_sharing_never_hides_a_newer_version(self, llama_memory: Make) -> None:
+        memory = llama_memory()
+        memory.append("30 days", key="policy")
+        memory.append("14 days", key="faq")
+        new = memory.append("14 days", key="policy", on_conflict="replace", on_duplicate="share")
+        assert [(s.key, s.text) for s in memory.segments()] == [("faq", "14 days"), ("policy", "14 days")]
+        assert memory.append("14 days", key="policy", on_conflict="replace", on_duplicate="share").id == new.id
 
     def test_retracted_text_is_no_duplicate(self, llama_memory: Make) -> None:
         memory = llama_memory()
@@ -179,6 +209,7 @@ def test_words_are_compared_without_case_and_spacing(llama_memory: Make) -> None
     memory = llama_memory()
     one = memory.append("Straße  5.\n")
     assert same_words("STRASSE 5 .", memory.segments()) == (one,)
+    assert same_words("foo bar", [memory.append("foo_bar")]) == ()
     assert same_words("strasse 5", memory.segments()) == ()
     assert same_words("  ", memory.segments()) == ()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from oracle import assert_equals_reference, assert_unchanged, snapshot
-from pydantic import BaseModel
-from tiny import tiny_model, tiny_tokenizer
+from pydantic import BaseModel, Field
+from tiny import build, tiny_config, tiny_model, tiny_tokenizer
+from tokenizers import AddedToken
 
 from contextmem import Answer, ContextMemory, InvalidInput, Segment
 from contextmem.integrations.tool_loop import (
@@ -47,7 +49,10 @@ class Scripted(ToolLoop):
     script: list[tuple[str, dict[str, Any]]]
     offered: list[set[str]]
 
+    may_finish: list[bool]
+
     def _ask(self, barred: set[str], may_finish: bool) -> Answer:
+        self.may_finish = [*getattr(self, "may_finish", []), may_finish]
         self.offered = [*getattr(self, "offered", []), set(self.tools) - barred]
         name, arguments = self.script.pop(0)
         said = {
@@ -64,10 +69,9 @@ class Scripted(ToolLoop):
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        grammar = CallGrammar(self.memory.tokenizer, said, self.format.call_close)
+        grammar = CallGrammar(self.memory.tokenizer, said)
         return self.memory.ask(
             "",
-            prefix=self.format.call_open,
             keep=True,
             kind="tool_call",
             max_new_tokens=600,
@@ -123,6 +127,22 @@ class Files:
         ]
 
 
+class Tree(BaseModel):
+    children: list[Tree] = []
+
+
+def _coded(code: Annotated[str, Field(pattern="^[A-Z]{3}$")]) -> str:
+    return code
+
+
+def _recursive(tree: Tree) -> None:
+    pass
+
+
+def _unexpressible(words: set[str]) -> None:
+    pass
+
+
 def _unresolved(x: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
     pass
 
@@ -163,6 +183,15 @@ class TestTools:
         wrong = move.call({"place": {"x": "three"}, "speed": 4})
         assert wrong.is_error and "place.x" in wrong.text and "speed" in wrong.text
 
+    def test_constraints_of_annotations_hold(self) -> None:
+        coded = Tool.of(_coded)
+        assert coded.call({"code": "ABC"}).text == "ABC" and coded.call({"code": "nope"}).is_error
+        memory = ContextMemory(tiny_model("llama", "sdpa"), tiny_tokenizer())
+        memory.append("task")
+        grammar = CallGrammar(memory.tokenizer, call_schema([coded]))
+        said = json.loads(memory.ask("", max_new_tokens=80, logits_processor=[grammar]).text)
+        assert not coded.call(said["arguments"]).is_error
+
     def test_results_are_text_or_json_and_errors_are_text(self) -> None:
         async def later(n: int) -> dict[str, int]:
             return {"n": n}
@@ -171,11 +200,20 @@ class TestTools:
             raise RuntimeError("no luck")
 
         assert Tool.of(later).call({"n": 2}).text == '{"n": 2}'
+
+        async def inside_a_loop() -> str:
+            return Tool.of(later).call({"n": 3}).text
+
+        assert asyncio.run(inside_a_loop()) == '{"n": 3}'
         assert Tool.of(broken).call({}) == type(Tool.of(broken).call({}))("Error: RuntimeError: no luck", is_error=True)
 
     def test_what_cannot_be_called_by_name_is_refused(self) -> None:
         with pytest.raises(InvalidInput, match="'words'"):
             Tool.of(lambda *words: None, name="any")
+        with pytest.raises(InvalidInput, match="refers to itself"):
+            Tool.of(_recursive)
+        with pytest.raises(InvalidInput, match="grammar"):
+            loop_of([Tool.of(_unexpressible)], [])
         with pytest.raises(InvalidInput, match="resolved"):
             Tool.of(_unresolved)
         with pytest.raises(InvalidInput, match="identifier"):
@@ -204,10 +242,10 @@ class TestGrammar:
         tools = [Tool.of(order), Tool.of(colour)]
         memory = ContextMemory(tiny_model("llama", "sdpa"), tiny_tokenizer())
         memory.append(f"task {seed}")
-        grammar = CallGrammar(memory.tokenizer, call_schema(tools), "\n</tool_call>")
+        grammar = CallGrammar(memory.tokenizer, call_schema(tools))
         answer = memory.ask("", max_new_tokens=400, logits_processor=[grammar], temperature=1.5, seed=seed)
-        call = json.loads(answer.text.removesuffix("\n</tool_call>"))
-        assert answer.text.endswith("\n</tool_call>") and answer.finish_reason == "stop"
+        call = json.loads(answer.text)
+        assert answer.finish_reason == "stop"
         assert not {t.name: t for t in tools}[call["name"]].call(call["arguments"]).is_error
 
     def test_a_call_that_is_cut_off_leaves_nothing(self) -> None:
@@ -229,24 +267,53 @@ class TestFormats:
         assert "- write(path: string, text: string): Write a file." in form.system
 
     def test_the_templates_own_is_read_off_it(self) -> None:
+        """Token for token what the template renders, its added tokens included; only the system text is plain text."""
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = QWEN_LIKE
-        loop = Scripted(tiny_model("llama", "sdpa"), tokenizer, Files().tools, policies=(), eraser=None)
+        marks = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+        tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+        model = build(tiny_config("llama", vocab_size=len(tokenizer)))
+        loop = Scripted(model, tokenizer, Files().tools, policies=(), eraser=None)
         loop.script = [READ_A, END]
         assert loop.format.is_native
-        report = loop.run("task")
-        assert report.answer == "done"
+        assert loop.run("task").answer == "done"
         functions = [
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
             for t in [*loop.tools.values(), loop._final]
         ]
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "system", "content": ""}, {"role": "user", "content": "task\n"}, *_turns(READ_A, "a holds A")],
-            tools=functions,
-            tokenize=False,
-        )
-        held = loop.memory._codec.decode(loop.memory.token_ids)
-        assert held.startswith(rendered.rpartition("<|im_end|>")[0])
+        told = [{"role": "system", "content": ""}, {"role": "user", "content": "task\n"}]
+        rendered = tokenizer.apply_chat_template([*told, *_turns(READ_A, "a holds A")], tools=functions, tokenize=False)
+        held = loop.memory.token_ids
+        assert tokenizer.decode(held).startswith(rendered.rpartition("<|im_end|>")[0])
+        expected = tokenizer("<tool_call>\n", add_special_tokens=False).input_ids
+        assert all(held.count(tokenizer.convert_tokens_to_ids(mark)) == 2 for mark in marks[:2])
+        assert all(held.count(tokenizer.convert_tokens_to_ids(mark)) == 1 for mark in marks[2:])
+        call = loop.memory.segments(kind="tool_call")[0]
+        assert list(held[call.start - len(expected) : call.start]) == expected
+        assert json.loads(call.text)["name"] == "read"
+        loop.memory.retract(loop.memory.segments(kind="tool_result")[0], method="recompute")
+        assert not [mark for mark in marks[2:] if tokenizer.convert_tokens_to_ids(mark) in loop.memory.token_ids]
+        assert_equals_reference(loop.memory)
+
+    def test_a_result_wrapper_may_name_the_tool(self) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = QWEN_LIKE.replace("<tool_response>\\n'", "<tool_response of=' + message.name + '>'")
+        form = format_of(tokenizer, Files().tools, None)
+        assert form.is_native and form.result("read", "A") == "<tool_response of=read>A\n</tool_response>"
+        assert form.said("read", form.result("read", "A")) == "A"
+
+    def test_templates_with_the_tools_elsewhere_or_another_call_get_the_plain_format(self) -> None:
+        for old, new in (
+            (
+                "<|im_start|>system\\n' }}{%- if messages[0]['role'] == 'system' %}",
+                "<|im_start|>tools\\n' }}{%- if true %}",
+            ),
+            ('"arguments": ', '"parameters": '),
+        ):
+            tokenizer = tiny_tokenizer()
+            tokenizer.chat_template = QWEN_LIKE.replace(old, new)
+            assert tokenizer.chat_template != QWEN_LIKE, old
+            assert not format_of(tokenizer, Files().tools, None).is_native
 
 
 def _turns(call: tuple[str, dict[str, Any]], result: str) -> list[dict[str, Any]]:
@@ -290,6 +357,99 @@ class TestFailures:
         loop = loop_of(Files().tools, [("read", {"path": "nowhere"})])
         report = loop.run("task")
         assert report.n_failed == 1 and results(loop.memory) == ["Result of read: Error: KeyError: 'nowhere'"]
+
+
+class TestWhole:
+    """Whatever fails in a turn, no call stays without its result, and nothing that was done is forgotten."""
+
+    def assert_whole(self, loop: ToolLoop) -> None:
+        calls = [s for s in loop.memory.segments(kind="tool_call") if "final_answer" not in s.text]
+        assert len(calls) == len(pairs_of(loop.memory))
+        assert_equals_reference(loop.memory)
+
+    def test_a_checker_that_raises_lets_nothing_in(self) -> None:
+        def check(memory: ContextMemory, result: Segment) -> bool:
+            raise RuntimeError("the checker is out of order")
+
+        loop = loop_of(Files().tools, [READ_A], policies=(Quarantine(check),))
+        with pytest.raises(RuntimeError, match="out of order"):
+            loop.run("task")
+        self.assert_whole(loop)
+        assert "holds A" not in loop.memory._codec.decode(loop.memory.token_ids)
+
+    def test_an_interrupted_tool(self) -> None:
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        loop = loop_of([stop], [("stop", {})])
+        with pytest.raises(KeyboardInterrupt):
+            loop.run("task")
+        self.assert_whole(loop)
+
+    def test_defaults_count_as_arguments_of_resources(self) -> None:
+        def read(path: str = "a") -> str:
+            return path
+
+        loop = loop_of([Tool.of(read, reads="file:{path}")], [("read", {})])
+        loop.run("task")
+        assert pairs_of(loop.memory)[0].reads == {"file:a"}
+        with pytest.raises(InvalidInput, match="'pth'"):
+            Tool.of(read, reads=("file:{pth}",))
+
+    def test_results_with_lone_surrogates_are_shown(self) -> None:
+        loop = loop_of([Tool.of(lambda: "a\udce9b", name="listing")], [("listing", {})])
+        assert loop.run("task").answer == "done"
+        assert results(loop.memory) == ["Result of listing: a?b"]
+
+    @pytest.mark.parametrize("free", [20, 60, 120, 200, 320])
+    def test_a_context_that_is_nearly_full(self, free: int) -> None:
+        loop = loop_of(Files().tools, [READ_A] * 3, max_new_tokens=40)
+        loop.memory.append("x" * (loop.memory.context_length - loop.memory.next_position - free - 10))
+        report = loop.run("t")
+        assert report.finish_reason in ("context_length", "length", "answer")
+        self.assert_whole(loop)
+
+    def test_an_effect_whose_result_is_withheld_has_happened(self) -> None:
+        def send(to: str) -> str:
+            """Send it."""
+            return "sent " * 200
+
+        script = [READ_A, ("write", {"path": "a", "text": "X"}), ("send", {"to": "b"})]
+        files = Files()
+        long = Tool.of(
+            lambda path, text: files.content.update({path: text}) or "long " * 200,
+            name="write",
+            writes=("file:{path}",),
+        )
+        policies = (
+            RefuseOversize(max_tokens=100),
+            "collapse_repeats",
+            "retract_failed",
+            SupersedeReads(method="recompute"),
+        )
+        loop = loop_of([files.tools[0], long, send], script, policies=policies, required=("send",))
+        report = loop.run("task")
+        assert report.answer == "done" and (report.n_failed, report.count("withheld")) == (0, 2)
+        assert [pair.tool for pair in pairs_of(loop.memory)] == ["write", "send"]  # the read is stale
+        assert loop.may_finish == [False, False, False, True]
+
+    def test_a_write_is_never_collapsed(self) -> None:
+        write = ("write", {"path": "a", "text": "X"})
+        script = [write, ("write", {"path": "a", "text": "Y"}), READ_A, write]
+        loop = loop_of(Files().tools, script, policies=("collapse_repeats", SupersedeReads(method="recompute")))
+        loop.run("task")
+        assert [pair.tool for pair in pairs_of(loop.memory)] == ["write", "write", "write"]
+
+    def test_errors_are_not_put_in_quarantine(self) -> None:
+        seen: list[str] = []
+
+        def check(memory: ContextMemory, result: Segment) -> bool:
+            seen.append(result.text)
+            return False
+
+        loop = loop_of(Files().tools, [("read", {"path": "nowhere"})], policies=(Quarantine(check),))
+        loop.run("task")
+        assert not seen and results(loop.memory) == ["Result of read: Error: KeyError: 'nowhere'"]
 
 
 @pytest.mark.filterwarnings("ignore::contextmem.DependentsWarning")
@@ -343,6 +503,39 @@ class TestPairs:
         assert calls == {message["tool_call_id"] for message in said if message["role"] == "tool"} and len(calls) == 1
         assert [message["role"] for message in said] == ["system", "user", "assistant", "tool", "assistant"]
         assert said[-1]["content"] == "done" and said[3]["content"] == "b holds B"
+
+    def test_every_way_of_taking_half_a_pair_takes_the_other(self) -> None:
+        whole = self.transcript()
+        first, second = pairs_of(whole)[:2]
+        document = whole.append("a document ")
+        derived = whole.append("from both ", kind="tool_result", parents=[first.call, document], key="K")
+
+        memory = whole.fork()
+        memory.retract(document, cascade=True, method="recompute")
+        self.assert_whole(memory)
+        assert first.call.id not in [s.id for s in memory.segments()]
+
+        memory = whole.fork()
+        memory.append("newer ", kind="tool_result", parents=[second.call], key="K", on_conflict="replace")
+        self.assert_whole(memory)
+        assert {first.call.id, derived.id}.isdisjoint(s.id for s in memory.segments())
+
+        memory = whole.fork()
+        memory.append("newer ", kind="tool_result", parents=[first.call], key="K", on_conflict="replace")
+        self.assert_whole(memory)
+        assert first.call.id in [s.id for s in memory.segments()]
+
+        memory = whole.fork()
+        said = first.result.text
+        again = memory.append(said, kind="tool_result", parents=[second.call], source="read", on_duplicate="share")
+        assert again.id != first.result.id
+
+        memory = whole.fork()
+        new = memory.replace(first.call, '{"name": "read", "arguments": {"path": "c"}}').segment
+        assert new is not None
+        memory.retract(first.result.id, method="recompute")
+        assert new.id not in [s.id for s in memory.segments()]
+        self.assert_whole(memory)
 
     def test_a_dry_run_says_what_goes_along(self) -> None:
         memory = self.transcript()
@@ -405,7 +598,7 @@ class TestOversize:
             report = loop.run("task")
         finally:
             del loop.memory.backbone.prefill
-        assert report.answer == "done" and report.n_failed == 1 and max(sizes) < 300
+        assert report.answer == "done" and report.n_failed == 0 and max(sizes) < 300
         error = json.loads(results(loop.memory)[0].removeprefix("Result of dump: "))
         assert error["error"] == "result too large" and error["tokens"] > error["limit"] > 0
         assert_equals_reference(loop.memory)
@@ -434,7 +627,7 @@ def test_a_rejected_result_is_cut_off_exactly() -> None:
     loop = loop_of(Files().tools, [READ_A, READ_B], policies=(Quarantine(check),))
     report = loop.run("task")
     assert tails == [("Result of read: a holds A\n", True), ("Result of read: b holds B\n", True)]
-    assert report.count("withheld") == 1 and report.n_failed == 1 and report.n_kept == 2
+    assert report.count("withheld") == 1 and report.n_failed == 0 and report.n_kept == 2
     assert "holds B" not in loop.memory._codec.decode(loop.memory.token_ids)
     assert json.loads(results(loop.memory)[1].removeprefix("Result of read: "))["error"] == "result withheld"
     assert_equals_reference(loop.memory)

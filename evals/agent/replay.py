@@ -19,13 +19,14 @@ def replayed(memory: ContextMemory, trace: Trace, policies: Sequence[Policy]) ->
     Returns:
         `score`: log-probability of the recorded assistant turns, nats a token; `turns`: that of each, in all, and its
         tokens; `first`: number of the first one after a change by a policy, or None; `seconds` of the policies' edits;
-        `rebuild_s`: of reading the final context from nothing; tokens at the end and at most; pairs retracted, collapsed.
+        `again_s`: of reading the context from nothing after each of them instead; tokens at the end and at most; pairs
+        retracted and collapsed.
     """
     call: Segment | None = None
     said: list[tuple[float, int]] = []
     first: int | None = None
     counts = {"retracted": 0, "collapsed": 0}
-    edit_s, peak = 0.0, 0
+    edit_s, again_s, n_edits, peak = 0.0, 0.0, 0, 0
     for turn in trace.turns:
         if turn.kind == "assistant":
             if first is None and any(counts.values()):
@@ -42,7 +43,10 @@ def replayed(memory: ContextMemory, trace: Trace, policies: Sequence[Policy]) ->
             if pair is not None:
                 started = time.perf_counter()
                 changes = policy.after(memory, pair, [p for p in live if p.result.id != segment.id])
-                edit_s += time.perf_counter() - started if changes else 0.0
+                if any(change.what == "retracted" for change in changes):  # what is collapsed is cut, which is free
+                    edit_s += time.perf_counter() - started
+                    again_s += _rebuilt(memory)
+                    n_edits += 1
                 for change in changes:
                     counts[change.what] += len(change.tools)
     return {
@@ -50,7 +54,8 @@ def replayed(memory: ContextMemory, trace: Trace, policies: Sequence[Policy]) ->
         "turns": said,
         "first": first,
         "seconds": round(edit_s, 3),
-        "rebuild_s": round(_rebuilt(memory), 3),
+        "again_s": round(again_s, 3),
+        "n_edits": n_edits,
         "tokens": _n_live(memory),
         "peak": peak,
         **counts,
@@ -61,11 +66,11 @@ def replayed(memory: ContextMemory, trace: Trace, policies: Sequence[Policy]) ->
 
 def put(memory: ContextMemory, turn: Turn, call: Segment | None) -> Segment:
     """A turn as a segment; a result is tied to the call before it."""
-    if turn.kind != "tool_result" or call is None:
+    if turn.kind != "tool_result":
         return memory.append(turn.text, kind=turn.kind, source=turn.tool or None)
     said = {"tool": turn.tool, "is_error": turn.is_error, "reads": list(turn.reads), "writes": list(turn.writes)}
     text = f"Result of {turn.tool}: {turn.text}\n"
-    return memory.append(text, kind="tool_result", source=turn.tool, parents=(call,), metadata=said)
+    return memory.append(text, kind="tool_result", source=turn.tool, parents=(call,) if call else (), metadata=said)
 
 
 def _n_live(memory: ContextMemory) -> int:

@@ -66,7 +66,7 @@ def run(
     policies = {
         OFF: (),
         "on": (CollapseRepeats(), RetractFailed(), SupersedeReads()),
-        "on, recomputed": (CollapseRepeats(), RetractFailed("recompute"), SupersedeReads("recompute")),
+        "on, masked": (CollapseRepeats(), RetractFailed("mask"), SupersedeReads("mask")),
     }
     for case in cases_of(traces, seed):
         measure_case(new_memory, case, log)
@@ -99,9 +99,9 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
         f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
         "",
         "Traces of tau-bench (airline) and ToolTalk, turn by turn; the model is only scored. Policies: collapse_repeats,",
-        "retract_failed, supersede_reads; `on` edits by `auto`, `on, recomputed` exactly. Sums and means over the traces in",
+        "retract_failed, supersede_reads; `on` edits by `auto`, which is exact here. Sums and means over the traces in",
         "which a policy did something. `nats`: log-probability, a token, of the recorded assistant turns after the first",
-        "change. `edits`: seconds of all edits; `again`: of reading the final context from nothing, once an edit.",
+        "change. `edits`: seconds of all retractions; `again`: of reading the context from nothing after each instead.",
         "",
         "| policies | traces | calls | failed | retracted | collapsed | tokens at last | at most | nats | edits | again |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -115,7 +115,7 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
         means = {key: mean(row[key] for row in rows) for key in ("tokens", "peak")}
         after = [rate(row["turns"][first:]) for row in rows if (first := on[row["id"]]["first"]) is not None]
         edits = sum(row["seconds"] for row in rows)
-        again = sum(row["rebuild_s"] * (row["retracted"] + row["collapsed"]) for row in rows)
+        again = sum(row["again_s"] for row in rows)
         nats = mean(one for one in after if one is not None)
         figures["replay"][name] = {"n": len(rows), **sums, **means, "nats": nats, "edit_s": edits, "again_s": again}
         lines.append(
@@ -130,7 +130,7 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
         "",
         "## An edited copy of a result, then the true one",
         "",
-        "The same call twice: the first result has another number in one place. Asked for the number; `margin`:",
+        "The same result twice: the first has another number in one place. Asked for the number; `margin`:",
         "log-probability of the true one above the copy's, nats. Brackets: 95 % bootstrap intervals.",
         "",
         "| copy retracted by | n | true number | copy's number | margin |",

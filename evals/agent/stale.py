@@ -27,14 +27,13 @@ class Case:
 
     Attributes:
         opening: what the user said last before the call.
-        call, true, stale: turns.
+        true, stale: results.
         field: the key that the number stands under.
         value, wrong: the true number, and the copy's.
     """
 
     id: str
     opening: Turn
-    call: Turn
     true: Turn
     stale: Turn
     field: str
@@ -58,7 +57,7 @@ def cases_of(traces: list[Trace], seed: int) -> Iterator[Case]:
                 wrong = str(rng.randrange(10 ** (len(value) - 1), 10 ** len(value)))
             key = json.dumps(field) + ": "
             stale = replace(result, text=result.text.replace(key + value, key + wrong))
-            yield Case(trace.id, opening, call, result, stale, field, value, wrong)
+            yield Case(trace.id, opening, result, stale, field, value, wrong)
             break
 
 
@@ -79,8 +78,8 @@ def measure_case(new_memory: Any, case: Case, log: RowLog) -> None:
         return
     memory: ContextMemory = new_memory()
     put(memory, case.opening, None)
-    copy = put(memory, case.stale, put(memory, case.call, None))
-    put(memory, case.true, put(memory, case.call, None))
+    copy = put(memory, case.stale, None)  # as data of the user turn: a call of its own would have to go with it
+    put(memory, case.true, None)
     question = f"What is the {case.field} in the result of {case.true.tool}?"
     prefix = f"The {case.field} is"
     for method in missing:

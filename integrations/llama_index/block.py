@@ -10,7 +10,7 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.memory.memory import BaseMemoryBlock
 
 from contextmem import ContextMemory
-from contextmem.integrations.llama_index.turns import message_kind
+from contextmem.integrations.llama_index.turns import KINDS
 
 __all__ = ["ContextMemoryBlock"]
 
@@ -41,8 +41,8 @@ class ContextMemoryBlock(BaseMemoryBlock[str]):
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
         for message in messages:
-            text = message.content or ""
-            if text.strip() and (kind := message_kind(message)) != "system":
+            text = message.content or ""  # other blocks than text are not read
+            if text.strip() and (kind := KINDS[message.role]) != "system":
                 source = message.additional_kwargs.get("session_id")
                 await asyncio.to_thread(self._memory.append, text, kind=kind, source=source)
 

@@ -6,13 +6,14 @@ memory's own records, so it survives saving and loading, and `memory.retract` is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
-from contextmem import ContextMemory, ContextOverflow, InvalidInput, Report, Segment, SegmentNotFound
+from contextmem import ContextMemory, ContextOverflow, DependentsWarning, InvalidInput, Report, Segment, SegmentNotFound
 from contextmem.arguments import check_choice
 
 __all__ = ["Inserted", "NodeBridge", "Reconciled"]
@@ -31,7 +32,7 @@ class Inserted:
         retracted: ids of those that were retracted before: left out, or put in again if the bridge does not block them.
         empty: ids of those without a word.
         forgotten: ids of those that were taken out to make room.
-        n_tokens: tokens prefilled.
+        n_tokens: tokens computed, those included that were read again to make room or to replace a version.
     """
 
     nodes: tuple[NodeWithScore, ...] = ()
@@ -74,23 +75,37 @@ class NodeBridge:
         self.memory, self.block_retracted, self._separator = memory, block_retracted, separator
         self._last_seen: dict[str, int] = {}  # when a node was last retrieved
         self._clock = 0
+        self._unwanted: set[str] = set()  # nodes and documents that were retracted when nothing of them was there
 
     def resident(self) -> dict[str, Segment]:
         """Live segments of nodes by node id, in slot order."""
         return {s.key: s for s in self.memory.segments() if s.key is not None and "node_hash" in s.metadata}
 
-    def is_retracted(self, node_id: str) -> bool:
-        """Whether the node was in the memory, was taken out on somebody's wish, and was not put in again."""
-        versions = self.memory.segments(key=node_id)
-        if not versions or versions[-1].state in ("live", "evicted"):
+    def is_retracted(self, node_id: str, ref_doc_id: str | None = None) -> bool:
+        """Whether somebody wanted the node, or its whole document, out of the memory, and it was not put in again."""
+        if node_id in self.resident():
             return False
-        return any(segment.id not in self._made_room for segment in versions)
+        return node_id in self._wished_away() or not self._unwanted.isdisjoint((node_id, ref_doc_id))
 
-    @property
-    def _made_room(self) -> set[str]:
-        """Segments that went for another reason than somebody's wish."""
-        events = (event for event in self.memory.events if event.reason in (_ROOM, _REPLACED))
-        return {record.id for event in events for record in event.segments}
+    def _wished_away(self) -> set[str]:
+        """Keys whose last version was retracted on somebody's wish; the event log survives going back and saving."""
+        gone: set[str] = set()
+        for event in self.memory.events:
+            keys = {record.key for record in event.segments if record.key is not None}
+            if event.operation == "append":
+                gone -= keys
+            elif event.operation == "retract" and event.reason not in (_ROOM, _REPLACED):
+                gone |= keys
+        return gone
+
+    def keep_out(self) -> None:
+        """Take out again what was retracted and came back, as it does when the memory goes back to a checkpoint."""
+        wished = self._wished_away() | self._unwanted
+        back = [s for name, s in self.resident().items() if name in wished or s.source in self._unwanted]
+        if back and self.block_retracted:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DependentsWarning)
+                self.memory.retract(back, reason="retracted before")
 
     def insert(
         self, nodes: Sequence[NodeWithScore], *, reserve: int = 0, on_full: str = "error", **options: Any
@@ -110,7 +125,9 @@ class NodeBridge:
             ContextOverflow: they do not fit; the message names those that do not.
         """
         check_choice("on_full", on_full, ("error", "forget"))
-        mark, residents = self.memory.checkpoint(), self.resident()
+        if options.get("on_duplicate", "keep") == "share":
+            raise InvalidInput("nodes are known by their ids and cannot be shared. Nothing was changed.")
+        mark, residents, n_events = self.memory.checkpoint(), self.resident(), len(self.memory.events)
         sorted_in = self._sorted(nodes, residents)
         wanted = [node for kind in ("resident", "new") for node in sorted_in[kind]]
         self._clock += 1
@@ -128,7 +145,7 @@ class NodeBridge:
         return Inserted(
             nodes=tuple(node for node in _once(nodes) if node.node.node_id in used),
             forgotten=forgotten,
-            n_tokens=sum(sizes.values()),
+            n_tokens=sum(event.tokens_computed for event in self.memory.events[n_events:]),
             **{kind: tuple(node.node.node_id for node in found) for kind, found in sorted_in.items()},
         )
 
@@ -136,7 +153,7 @@ class NodeBridge:
         found: dict[str, list[NodeWithScore]] = {"new": [], "resident": [], "retracted": [], "empty": []}
         for node in _once(nodes):
             name = node.node.node_id
-            was_retracted = self.is_retracted(name)
+            was_retracted = self.is_retracted(name, node.node.ref_doc_id)
             if was_retracted:
                 found["retracted"].append(node)
             if not self._text(node).strip():
@@ -148,9 +165,12 @@ class NodeBridge:
         return found
 
     def _append(self, node: NodeWithScore, text: str, options: dict[str, Any]) -> None:
+        name = node.node.node_id
+        if [s.id for s in self.memory.segments(key=name, state="live") if "node_hash" not in s.metadata]:
+            raise InvalidInput(f"key {name!r} is that of a segment that is no node. Nothing was changed.")
         self.memory.append(
             text,
-            key=node.node.node_id,
+            key=name,
             source=node.node.ref_doc_id,
             metadata={"node_hash": node.node.hash},
             on_conflict="replace",
@@ -163,6 +183,9 @@ class NodeBridge:
         """Ids of the nodes that were forgotten so that texts of these sizes, and the reserve, fit."""
         needed, memory = sum(sizes.values()) + reserve, self.memory
         excess = needed - (memory.context_length - memory.next_position)
+        if excess > 0 and on_full == "forget" and memory.next_position > len(memory.token_ids):
+            memory.settle()  # erased slots and gaps are free then
+            excess = needed - (memory.context_length - memory.next_position)
         if excess <= 0:
             return ()
         spare = sorted(
@@ -175,7 +198,9 @@ class NodeBridge:
             excess -= residents[going[-1]].n_tokens
         if excess > 0:
             raise self._overflow(sizes, reserve)
-        memory.retract([residents[name] for name in going], method="recompute", reason=_ROOM)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DependentsWarning)
+            memory.retract([residents[name].id for name in going], method="recompute", reason=_ROOM)
         return tuple(going)
 
     def _overflow(self, sizes: dict[str, int], reserve: int) -> ContextOverflow:
@@ -198,7 +223,10 @@ class NodeBridge:
         )
 
     def retract(self, node_id: str | None = None, *, ref_doc_id: str | None = None, **options: Any) -> Report:
-        """Take a node, or all nodes of a document, out of the memory.
+        """Take a node, or all nodes of a document, out of the memory, and keep them out.
+
+        What was in the memory is kept out by the memory's own records. Nodes of the document that were not, and nodes that
+        had made room for others, are kept out by this bridge alone.
 
         Args:
             node_id, ref_doc_id: one of them.
@@ -209,9 +237,11 @@ class NodeBridge:
         """
         if (node_id is None) == (ref_doc_id is None):
             raise InvalidInput("give a node_id or a ref_doc_id, not both. Nothing was changed.")
-        if node_id is not None:
-            return self.memory.retract(key=node_id, **options)
-        return self.memory.retract(source=ref_doc_id, **options)
+        filters = {"key": node_id} if node_id is not None else {"source": ref_doc_id}
+        report = self.memory.retract(**filters, **options)
+        if not report.dry_run:
+            self._unwanted.add(node_id or ref_doc_id or "")
+        return report
 
     def delete_ref_doc(self, index: Any, ref_doc_id: str, **options: Any) -> Report | None:
         """Delete a document from an index, with its stores, and from the memory.
@@ -225,7 +255,7 @@ class NodeBridge:
             The report of the retraction; None if no node of the document was in the memory.
         """
         try:
-            self.memory.retract(source=ref_doc_id, dry_run=True)
+            self.memory.retract(source=ref_doc_id, **{**options, "dry_run": True})
         except SegmentNotFound:
             index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
             return None
@@ -239,9 +269,7 @@ class NodeBridge:
             InvalidInput: the index does not tell what it holds.
         """
         resident = list(self.resident())
-        gone = dict.fromkeys(s.key for s in self.memory.segments(state="retracted") if s.key is not None)
-        erased = dict.fromkeys(s.key for s in self.memory.segments(state="erased") if s.key is not None)
-        retracted = [name for name in gone | erased if self.is_retracted(name)]
+        retracted = sorted(name for name in self._wished_away() if name not in resident)
         held = _held(index, [*resident, *retracted])
         return Reconciled(
             tuple(name for name in resident if name not in held), tuple(name for name in retracted if name in held)

@@ -11,9 +11,9 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageR
 from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
 from llama_index.core.schema import QueryBundle
 
-from contextmem import ContextMemory, Report
+from contextmem import Checkpoint, ContextMemory, InvalidInput, Report
 from contextmem.integrations.llama_index.bridge import Inserted, NodeBridge
-from contextmem.integrations.llama_index.threads import in_thread
+from contextmem.integrations.llama_index.threads import begun, in_thread
 from contextmem.integrations.llama_index.turns import message_kind
 
 __all__ = ["ContextMemoryChatEngine"]
@@ -63,6 +63,7 @@ class ContextMemoryChatEngine(BaseChatEngine):
     def reset(self) -> None:
         """Go back to what the memory held when the engine was made."""
         self.memory.restore(self._beginning)
+        self.bridge.keep_out()
 
     def retract(self, node_id: str | None = None, *, ref_doc_id: str | None = None, **options: Any) -> Report:
         """Take a node, or a document's nodes, out of the memory; they stay out. See `NodeBridge.retract`."""
@@ -105,11 +106,12 @@ class ContextMemoryChatEngine(BaseChatEngine):
             mark = self.memory.checkpoint()
             try:
                 nodes = self._prepared(message, chat_history)
+                responses = begun(self._responses(message, mark))
             except BaseException:
                 self.memory.restore(mark)
                 raise
         return StreamingAgentChatResponse(
-            chat_stream=self._responses(message), source_nodes=list(nodes.nodes), is_writing_to_memory=False
+            chat_stream=responses, source_nodes=list(nodes.nodes), is_writing_to_memory=False
         )
 
     async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
@@ -128,21 +130,32 @@ class ContextMemoryChatEngine(BaseChatEngine):
 
     def _prepared(self, message: str, history: Sequence[ChatMessage] | None) -> Inserted:
         if history is not None:
+            own = [segment.text for segment in self.memory.segments(kind="system")]
+            said = [(message_kind(past), past.content or "") for past in history]
+            if [text for kind, text in said if kind == "system" and text not in own]:
+                raise InvalidInput(
+                    "a system message in chat_history is not the system text of this memory: give it to "
+                    "ContextMemory(..., system=...). Nothing was changed."
+                )
             self.memory.restore(self._beginning)
-            for past in history:
-                if (kind := message_kind(past)) != "system":
-                    self.memory.append(past.content or "", kind=kind)
+            self.bridge.keep_out()
+            for kind, text in said:
+                if kind != "system":
+                    self.memory.append(text, kind=kind)
         if self._retriever is None:
             return Inserted()
         reserve = self.memory.count_tokens(message, asked=True) + self._options["max_new_tokens"]
         nodes = self._retriever.retrieve(QueryBundle(message))
         return self.bridge.insert(nodes, reserve=reserve, on_full=self._on_full)
 
-    def _responses(self, message: str) -> Generator[ChatResponse, None, None]:
-        stream, text = self.memory.stream(message, keep=True, **self._options), ""
+    def _responses(self, message: str, mark: Checkpoint) -> Generator[ChatResponse, None, None]:
+        stream, text, is_kept = self.memory.stream(message, keep=True, **self._options), "", False
         try:
             for piece in stream:
                 text += piece
                 yield ChatResponse(message=ChatMessage(text, role=MessageRole.ASSISTANT), delta=piece)
+            is_kept = True
         finally:
             stream.close()
+            if not is_kept:
+                self.memory.restore(mark)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from llama_index.core.base.embeddings.base import BaseEmbedding
 
 from contextmem.meaning import embedder
@@ -30,4 +32,4 @@ class SentenceEmbedding(BaseEmbedding):
         return self._get_text_embedding(query)
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
+        return await asyncio.to_thread(self._get_text_embedding, query)

@@ -28,4 +28,4 @@ class DropRetracted(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        return [node for node in nodes if not self._bridge.is_retracted(node.node.node_id)]
+        return [node for node in nodes if not self._bridge.is_retracted(node.node.node_id, node.node.ref_doc_id)]

@@ -19,7 +19,7 @@ from contextmem import AnswerStream, ContextMemory, Report, SegmentNotFound
 from contextmem.arguments import check_choice
 from contextmem.errors import InvalidInput
 from contextmem.integrations.llama_index.bridge import Inserted, NodeBridge
-from contextmem.integrations.llama_index.threads import in_thread
+from contextmem.integrations.llama_index.threads import begun, in_thread
 
 __all__ = ["QUESTION", "ContextMemoryQueryEngine"]
 
@@ -159,8 +159,9 @@ class ContextMemoryQueryEngine(BaseQueryEngine):
     ) -> StreamingResponse:
         with self._turn:
             prepared = self._prepared(query, nodes)
-        metadata = _metadata(prepared)  # what is counted at the end is filled in then
-        return StreamingResponse(self._pieces(prepared, metadata), _sources(prepared, more), metadata)
+            metadata = _metadata(prepared)  # what is counted at the end is filled in then
+            pieces = begun(self._pieces(prepared, metadata))  # from now on the memory is busy with this answer
+        return StreamingResponse(pieces, _sources(prepared, more), metadata)
 
     def _prepared(self, query: QueryBundle, nodes: list[NodeWithScore]) -> _Prepared:
         question = self._template.format(query_str=query.query_str)
@@ -173,7 +174,7 @@ class ContextMemoryQueryEngine(BaseQueryEngine):
                 f"Nothing was changed."
             )
         is_asked = bool(inserted.nodes) or self._on_empty == "answer"
-        reused = min(before, self.memory.seq_length - inserted.n_tokens)
+        reused = max(0, min(before, self.memory.seq_length - inserted.n_tokens))
         return _Prepared(inserted, question if is_asked else None, reused)
 
     def _pieces(self, prepared: _Prepared, metadata: dict[str, Any]) -> Generator[str, None, None]:

@@ -13,9 +13,9 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from contextmem import AnswerStream, Checkpoint, ContextMemory, InvalidInput
 
-__all__ = ["Turns", "message_kind"]
+__all__ = ["KINDS", "Turns", "message_kind"]
 
-_KINDS = {
+KINDS = {
     MessageRole.USER: "user",
     MessageRole.ASSISTANT: "assistant",
     MessageRole.CHATBOT: "assistant",
@@ -35,7 +35,7 @@ def message_kind(message: ChatMessage) -> str:
     """
     if other := [block.block_type for block in message.blocks if block.block_type != "text"]:
         raise InvalidInput(f"messages with blocks of type {other[0]!r} cannot be read: text only.")
-    return _KINDS[message.role]
+    return KINDS[message.role]
 
 
 @dataclass
@@ -58,20 +58,28 @@ class Turns:
     base: ContextMemory
     _fork: ContextMemory | None = None
     _held: list[_Held] = field(default_factory=list)
-    _seen: object = None  # the base's last event when it was forked
+    _seen: object = None  # the base's last event when it was forked, and the fork's system text
 
     def stream(self, messages: Sequence[ChatMessage], **options: Any) -> AnswerStream:
         """Answer the last message; call `keep` with the answer once the stream has ended.
 
+        A system message that is not the memory's own becomes the system text where the memory is empty, and stands before
+        the other messages where it is not.
+
         Raises:
-            InvalidInput: no message, one that is not text, or a system message that differs from the memory's.
+            InvalidInput: no message, or one that is not text.
         """
-        wanted = [(message_kind(message), message.content or "") for message in messages]
-        if not wanted:
+        said = [(message_kind(message), message.content or "") for message in messages]
+        if not said:
             raise InvalidInput("there are no messages.")
-        wanted = self._without_system(wanted)
-        asked = wanted.pop() if wanted and wanted[-1][0] == "user" else None
-        fork = self._at(wanted)
+        own = [segment.text for segment in self.base.segments(kind="system")]
+        told = "\n\n".join(text for kind, text in said if kind == "system" and text not in own)
+        wanted = [(kind, text) for kind, text in said if kind != "system"]
+        is_empty = not self.base.seq_length
+        if told and not is_empty:
+            wanted.insert(0, ("user", told + "\n\n"))
+        asked = wanted.pop() if len(wanted) > bool(told and not is_empty) and wanted[-1][0] == "user" else None
+        fork = self._at(wanted, told if told and is_empty else None)
         question = asked[1] if asked is not None else ""
         if asked is not None:
             self._held.append(_Held(*asked, fork.checkpoint()))
@@ -85,27 +93,11 @@ class Turns:
         """Let go of the fork; the next list starts from the base."""
         self._fork, self._held = None, []
 
-    def _without_system(self, wanted: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The messages without the system text, which must be the memory's own."""
-        texts = [text for kind, text in wanted if kind == "system"]
-        own = [segment.text for segment in self.base.segments(kind="system")]
-        if texts and not own and not self.base.seq_length:
-            self.forget()
-            base = self.base
-            self.base = type(base)(base.model, base.tokenizer, system=texts[0], chunk_size=base.chunk_size)
-            own = texts[:1]
-        if foreign := [text for text in texts if text not in own]:
-            raise InvalidInput(
-                f"a system message of {len(foreign[0]):,} characters is not the system text of this memory: give it to "
-                f"ContextMemory(..., system=...), where it cannot drop out. Nothing was changed."
-            )
-        return [(kind, text) for kind, text in wanted if kind != "system"]
-
-    def _at(self, wanted: Sequence[tuple[str, str]]) -> ContextMemory:
+    def _at(self, wanted: Sequence[tuple[str, str]], system: str | None) -> ContextMemory:
         """The fork, holding exactly these messages."""
-        last = self.base.events[-1] if self.base.events else None
-        if self._fork is None or self._seen is not last:
-            self._fork, self._held, self._seen = self.base.fork(), [], last
+        seen = (self.base.events[-1] if self.base.events else None, system)
+        if self._fork is None or self._seen != seen:
+            self._fork, self._held, self._seen = self.base.fork(system=system), [], seen
         fork, n_same = self._fork, 0
         for held, message in zip(self._held, wanted, strict=False):
             if (held.kind, held.text) != message:

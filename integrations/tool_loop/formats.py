@@ -34,7 +34,8 @@ class ToolFormat:
         system: the system text, tools included.
         call_open, call_close: round the JSON object of a call.
         result_open, result_close: round a result; `{name}` stands for the tool's.
-        is_native: whether they are the chat template's own.
+        is_native: whether they are the chat template's own; then calls and results that do not name their tool stand
+            in frames (`ContextMemory.frame_tools`), with the template's control tokens.
     """
 
     system: str
@@ -44,9 +45,29 @@ class ToolFormat:
     result_close: str = "\n"
     is_native: bool = False
 
+    @property
+    def frames(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """What stands in frames round calls and results."""
+        result = (self.result_open, self.result_close) if self._is_result_framed else ("", "")
+        return ((self.call_open, self.call_close) if self.is_native else ("", "")), result
+
+    @property
+    def _is_result_framed(self) -> bool:
+        return self.is_native and "{name}" not in self.result_open + self.result_close
+
     def result(self, name: str, text: str) -> str:
         """A result as it is appended."""
-        return self.result_open.replace("{name}", name) + text + self.result_close
+        if self._is_result_framed:
+            return text
+        opened, closed = (part.replace("{name}", name) for part in (self.result_open, self.result_close))
+        return opened + text + closed
+
+    def said(self, name: str, text: str) -> str:
+        """The result in a text that `result` made."""
+        if self._is_result_framed:
+            return text
+        opened, closed = (part.replace("{name}", name) for part in (self.result_open, self.result_close))
+        return text.removeprefix(opened).removesuffix(closed)
 
 
 def format_of(tokenizer: Any, tools: Sequence[Tool], system: str | None) -> ToolFormat:
@@ -107,7 +128,10 @@ def _native(tokenizer: Any, tools: Sequence[Tool], system: str | None) -> ToolFo
     except Exception:  # templates raise errors of their own
         return None
     before, _, after_system = bare.partition(_USER)[0].partition(_RESULT)
-    told_text = with_tools.partition(_USER)[0].removeprefix(before).removesuffix(after_system)
+    told_text = with_tools.partition(_USER)[0]
+    if not (told_text.startswith(before) and told_text.endswith(after_system)):
+        return None  # the tools stand somewhere else than in the system turn
+    told_text = told_text.removeprefix(before).removesuffix(after_system)
     if not all(t.name in told_text for t in tools):
         return None
     ours, theirs = _between(full), _between(plain)
@@ -131,14 +155,16 @@ def _wrappers(ours: tuple[str, str, str], theirs: tuple[str, str, str], told: st
     said = said.removeprefix(opened)
     start, stop = said.find("{"), said.rfind("}") + 1
     try:
-        if json.loads(said[start:stop]).get("name") != _NAME:
+        if json.loads(said[start:stop]) != {"name": _NAME, "arguments": {"a": _ARGUMENT}}:
             return None
-    except (ValueError, AttributeError):
+    except ValueError:
         return None
     rest = said[stop:]
     if closed in rest:  # the result stands in a user turn
         call_close, _, result_open = rest.partition(closed)
         result_close = ours[2].removesuffix(theirs[2])
     else:  # in a turn of its own, which we do not open: the plain result, in the user turn
-        call_close, result_open, result_close = "", "Result of {name}: ", "\n"
+        call_close, result_open, result_close = rest.partition(closed)[0], "Result of {name}: ", "\n"
+    if _NAME in result_open + result_close:
+        result_open, result_close = (part.replace(_NAME, "{name}") for part in (result_open, result_close))
     return ToolFormat(told, said[:start], call_close, result_open, result_close, is_native=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -70,20 +69,19 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 class CallGrammar(LogitsProcessor):
     """Masks every token that would make the answer something else than one call. For one answer only."""
 
-    def __init__(self, tokenizer: Any, schema: dict[str, Any], close: str = "") -> None:
+    def __init__(self, tokenizer: Any, schema: dict[str, Any]) -> None:
         """
         Args:
             tokenizer: a fast tokenizer.
             schema: as of `call_schema`.
-            close: text that must follow the call.
 
         Raises:
             InvalidInput: the tokenizer is not a fast one, or a schema has what the grammar cannot express.
         """
         from llguidance import LLMatcher
 
-        grammar = f"start: call {json.dumps(close)}\ncall: %json {json.dumps({**schema, 'x-guidance': _SPACING})}"
-        self._matcher = LLMatcher(_vocabulary(tokenizer), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_SPACING)
+        self._matcher = LLMatcher(_vocabulary(tokenizer), grammar, log_level=0)
         self._n_read: int | None = None
         self._check()
 

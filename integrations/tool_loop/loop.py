@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contextmem import Answer, ContextMemory, ContextOverflow, InvalidInput, Segment
+from contextmem import Answer, Checkpoint, ContextMemory, ContextOverflow, InvalidInput, Segment
 from contextmem.integrations.tool_loop.formats import ToolFormat, format_of
 from contextmem.integrations.tool_loop.grammar import CallGrammar, call_schema
 from contextmem.integrations.tool_loop.pairs import pairs_of
@@ -19,6 +19,7 @@ __all__ = ["RunReport", "ToolLoop"]
 
 _DEFAULT = ("refuse_oversize", "collapse_repeats", "retract_failed", "supersede_reads")
 _FINAL = "final_answer"
+_FRAMES = 64  # tokens kept for the frames of a turn
 
 
 def _final_answer(answer: str) -> str:
@@ -33,7 +34,7 @@ class RunReport:
     Attributes:
         answer: the final answer, or None.
         finish_reason: "answer", "turns" (`max_turns` were used up), "length" (a call was cut off), or "context_length".
-        n_calls, n_failed: tool calls made, and those that failed.
+        n_calls, n_failed: tool calls made, and those that failed; one whose result was withheld has not.
         n_kept: pairs of call and result that stand in the memory at the end.
         changes: what the policies did.
         seconds: time of the whole run.
@@ -105,9 +106,10 @@ class ToolLoop:
             raise InvalidInput(f"required names no tool: {', '.join(unknown)}.")
         self.policies, self._required = [policy_named(policy) for policy in policies], frozenset(required)
         self.format: ToolFormat = format_of(tokenizer, [*made, self._final], system)
+        CallGrammar(tokenizer, call_schema([*made, self._final]))  # what no grammar can express is refused here
         self.memory = ContextMemory(model, tokenizer, self.format.system, **options)
+        self.memory.frame_tools(*self.format.frames)
         self._max_turns, self._max_new_tokens, self._on_step = max_turns, max_new_tokens, on_step
-        call_schema([*made, self._final])
 
     def run(self, task: str) -> RunReport:
         """Work on a task. What was said before stays; what fails leaves the memory whole.
@@ -122,27 +124,38 @@ class ToolLoop:
         for _ in range(self._max_turns):
             mark = self.memory.checkpoint()
             try:
-                answer = self._ask(barred, may_finish=not missing)
+                ended = self._turn(report, barred, missing, mark)
             except ContextOverflow:
-                report.finish_reason = "context_length"
+                ended = "context_length"
+                self.memory.restore(mark)
+            except BaseException:
+                self.memory.restore(mark)  # a call never stays without its result
+                raise
+            if ended is not None:
+                report.finish_reason = ended
                 break
-            called = _parsed(answer.text, self.format.call_close)
-            if called is None:
-                self.memory.restore(mark)  # half a call is of no use to anybody
-                report.finish_reason = "length"
-                break
-            self._say("call", answer.text)
-            if called[0] == _FINAL:
-                report.answer, report.finish_reason = str(called[1]["answer"]), "answer"
-                break
-            assert answer.segment is not None
-            has_worked, changes = self._called(answer.segment, *called, report)
-            report.changes += changes
-            missing -= {called[0]} if has_worked else set()
-            barred = {t for c in changes if c.what == "collapsed" and not c.was_error for t in c.tools}
         report.n_kept = len(pairs_of(self.memory))
         report.seconds = time.perf_counter() - started
         return report
+
+    def _turn(self, report: RunReport, barred: set[str], missing: set[str], mark: Checkpoint) -> str | None:
+        """One call and its result; returns why the run has ended, or None. Updates what is barred and what is missing."""
+        answer = self._ask(barred, may_finish=not missing)
+        called = _parsed(answer.text)
+        if called is None:
+            self.memory.restore(mark)  # half a call is of no use to anybody
+            return "length"
+        self._say("call", answer.text)
+        if called[0] == _FINAL:
+            report.answer = str(called[1]["answer"])
+            return "answer"
+        assert answer.segment is not None
+        has_worked, changes = self._called(answer.segment, *called, report)
+        report.changes += changes
+        barred.clear()
+        barred.update(t for c in changes if c.what == "collapsed" and not c.was_error for t in c.tools)
+        missing.difference_update({called[0]} if has_worked else set())
+        return None
 
     def messages(self) -> list[dict[str, Any]]:
         """The live dialogue as messages in the usual form; a call always stands with its results."""
@@ -152,10 +165,9 @@ class ToolLoop:
         offered = [one for name, one in self.tools.items() if name not in barred]
         if may_finish or not offered:
             offered.append(self._final)
-        grammar = CallGrammar(self.memory.tokenizer, call_schema(offered), self.format.call_close)
+        grammar = CallGrammar(self.memory.tokenizer, call_schema(offered))
         return self.memory.ask(
             "",
-            prefix=self.format.call_open,
             keep=True,
             kind="tool_call",
             max_new_tokens=self._max_new_tokens,
@@ -193,30 +205,46 @@ class ToolLoop:
     ) -> tuple[Segment, Outcome, list[Change]]:
         mark = self.memory.checkpoint()
         try:
+            self._check_room(chosen, outcome)
             result = self._put(call, chosen, arguments, outcome)
         except ContextOverflow as error:
-            outcome = oversize(error.needed, error.available)
+            outcome = oversize(error.needed, error.available, outcome.is_error)
             return self._put(call, chosen, arguments, outcome), outcome, []
-        for policy in self.policies:
+        except InvalidInput as error:  # characters that the model's vocabulary lacks
+            outcome = Outcome(
+                json.dumps({"error": "result not shown", "why": str(error)}), outcome.is_error, "unreadable"
+            )
+            return self._put(call, chosen, arguments, outcome), outcome, []
+        for policy in self.policies if not (outcome.is_error or outcome.withheld) else ():
             if (why := policy.objection(self.memory, result)) is not None:
                 self.memory.restore(mark)
-                change = Change(policy.name, "withheld", (chosen.name,), result.n_tokens, True)
-                said = json.dumps({"error": "result withheld", "why": why})
-                outcome = Outcome(said, is_error=True, withheld=policy.name)
+                change = Change(policy.name, "withheld", (chosen.name,), result.n_tokens, False)
+                outcome = Outcome(json.dumps({"error": "result withheld", "why": why}), withheld=policy.name)
                 return self._put(call, chosen, arguments, outcome), outcome, [change]
         return result, outcome, []
 
+    def _check_room(self, chosen: Tool, outcome: Outcome) -> None:
+        """Leave room for the next call, so that the run can go on."""
+        needed = self.memory.count_tokens(self.format.result(chosen.name, outcome.text))
+        available = self.memory.context_length - self.memory.next_position - self._max_new_tokens - _FRAMES
+        if needed > available:
+            raise ContextOverflow(
+                f"a result of {needed:,} tokens exceeds the {available:,} left of the context length.",
+                needed=needed,
+                available=max(0, available),
+                limit=self.memory.context_length,
+            )
+
     def _put(self, call: Segment, chosen: Tool, arguments: dict[str, Any], outcome: Outcome) -> Segment:
-        reads, writes = (
-            sorted(chosen.resources(patterns, arguments)) if not outcome.is_error else []
-            for patterns in (chosen.reads, chosen.writes)
-        )
+        reads = [] if outcome.is_error or outcome.withheld else sorted(chosen.resources(chosen.reads, arguments))
+        writes = [] if outcome.is_error else sorted(chosen.resources(chosen.writes, arguments))
+        said = {"is_error": outcome.is_error, "withheld": outcome.withheld, "reads": reads, "writes": writes}
         return self.memory.append(
             self.format.result(chosen.name, outcome.text),
             kind="tool_result",
             source=chosen.name,
             parents=(call,),
-            metadata={"tool": chosen.name, "is_error": outcome.is_error, "reads": reads, "writes": writes},
+            metadata={"tool": chosen.name, **said},
         )
 
     def _say(self, what: str, text: str) -> None:
@@ -224,10 +252,10 @@ class ToolLoop:
             self._on_step(what, text)
 
 
-def _parsed(text: str, close: str) -> tuple[str, dict[str, Any]] | None:
+def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of a call; None if it was cut off."""
     try:
-        call = json.loads(text.removesuffix(close))
+        call = json.loads(text)
     except ValueError:
         return None
     return call["name"], call["arguments"]
@@ -236,7 +264,7 @@ def _parsed(text: str, close: str) -> tuple[str, dict[str, Any]] | None:
 def _messages(segments: Sequence[Segment], form: ToolFormat) -> Iterator[dict[str, Any]]:
     for segment in segments:
         if segment.kind == "tool_call":
-            called = _parsed(segment.text.removeprefix(form.call_open), form.call_close)
+            called = _parsed(segment.text)
             name, arguments = called if called is not None else (_FINAL, {"answer": segment.text})
             if name == _FINAL:
                 yield {"role": "assistant", "content": arguments["answer"]}
@@ -246,9 +274,8 @@ def _messages(segments: Sequence[Segment], form: ToolFormat) -> Iterator[dict[st
                 yield {"role": "assistant", "content": "", "tool_calls": [call]}
         elif segment.kind == "tool_result":
             name = segment.metadata.get("tool", "")
-            text = segment.text.removeprefix(form.result_open.replace("{name}", name)).removesuffix(form.result_close)
             call_id = segment.parents[0] if segment.parents else None
-            yield {"role": "tool", "name": name, "content": text, "tool_call_id": call_id}
+            yield {"role": "tool", "name": name, "content": form.said(name, segment.text), "tool_call_id": call_id}
         else:
             role = segment.kind if segment.kind in ("system", "assistant") else "user"
             yield {"role": role, "content": segment.text}

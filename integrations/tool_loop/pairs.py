@@ -17,7 +17,8 @@ class Pair:
         call, result: their segments.
         tool: the tool's name.
         is_error: whether the call failed.
-        reads, writes: resources it depended on and changed; a failed call changed none.
+        withheld: why the result is not shown, or None.
+        reads, writes: resources that the shown result depends on, and that the call changed; a failed one changed none.
     """
 
     call: Segment
@@ -26,6 +27,7 @@ class Pair:
     is_error: bool
     reads: frozenset[str]
     writes: frozenset[str]
+    withheld: str | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -46,5 +48,5 @@ def pairs_of(memory: ContextMemory) -> list[Pair]:
         if result.kind == "tool_result" and call is not None and "tool" in result.metadata:
             said = result.metadata
             reads, writes = frozenset(said["reads"]), frozenset(said["writes"])
-            pairs.append(Pair(call, result, said["tool"], said["is_error"], reads, writes))
+            pairs.append(Pair(call, result, said["tool"], said["is_error"], reads, writes, said.get("withheld")))
     return pairs

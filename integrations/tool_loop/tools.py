@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any, get_type_hints
 
+import networkx as nx
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from contextmem import InvalidInput
@@ -23,7 +27,8 @@ class Outcome:
     Attributes:
         text: the result, or what went wrong.
         is_error: whether the call failed.
-        withheld: why the result is not shown to the model ("oversize", "quarantine"), or None.
+        withheld: why the result is not shown to the model ("oversize", "quarantine", "unreadable"), or None; the call may
+            have worked all the same.
     """
 
     text: str
@@ -66,36 +71,50 @@ class Tool:
         arguments = _arguments_of(function, name)
         schema = arguments.model_json_schema()
         schema.pop("title", None)
+        reads, writes = (_patterns(fields.pop(kind, ()), name, arguments) for kind in ("reads", "writes"))
         return cls(
             function,
             name=name,
             description=fields.pop("description", None) or documented,
-            reads=tuple(fields.pop("reads", ())),
-            writes=tuple(fields.pop("writes", ())),
+            reads=reads,
+            writes=writes,
             parameters=schema,
             _arguments=arguments,
             **fields,
         )
 
-    def call(self, arguments: Mapping[str, Any]) -> Outcome:
-        """Validate the arguments and run the function; whatever it raises becomes a failed outcome."""
+    def validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with defaults, as the function takes them.
+
+        Raises:
+            InvalidInput: they are not what the schema says; the message names each.
+        """
         assert self._arguments is not None
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            return Outcome(f"Error: wrong arguments for {self.name}: {problems}", is_error=True)
+            raise InvalidInput(f"wrong arguments for {self.name}: {problems}") from None
+        return {name: getattr(checked, name) for name in type(checked).model_fields}
+
+    def call(self, arguments: Mapping[str, Any]) -> Outcome:
+        """Validate the arguments and run the function; whatever it raises becomes a failed outcome."""
         try:
-            value = self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
+            value = self.function(**self.validated(arguments))
             if inspect.isawaitable(value):
-                value = asyncio.run(_awaited(value))
+                value = _waited_for(value)
+        except InvalidInput as error:
+            return Outcome(f"Error: {error}", is_error=True)
         except Exception as error:  # whatever a tool may raise is the model's to read
-            return Outcome(f"Error: {type(error).__name__}: {error}", is_error=True)
-        return Outcome(_shown(value))
+            return Outcome(_readable(f"Error: {type(error).__name__}: {error}"), is_error=True)
+        return Outcome(_readable(_shown(value)))
 
     def resources(self, patterns: Iterable[str], arguments: Mapping[str, Any]) -> frozenset[str]:
         """The resources that `reads` or `writes` name for these arguments."""
-        return frozenset(pattern.format(**arguments) for pattern in patterns)
+        try:
+            return frozenset(pattern.format(**self.validated(arguments)) for pattern in patterns)
+        except InvalidInput:
+            return frozenset()
 
 
 def tool(**fields: Any) -> Callable[[Callable[..., Any]], Tool]:
@@ -105,7 +124,7 @@ def tool(**fields: Any) -> Callable[[Callable[..., Any]], Tool]:
 
 def _arguments_of(function: Callable[..., Any], name: str) -> type[BaseModel]:
     try:
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=True)
     except NameError as error:
         raise InvalidInput(f"tool {name!r}: an annotation cannot be resolved: {error}") from None
     fields: dict[str, Any] = {}
@@ -116,14 +135,47 @@ def _arguments_of(function: Callable[..., Any], name: str) -> type[BaseModel]:
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
     try:
         model: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        model.model_json_schema()
+        schema = model.model_json_schema()
     except PydanticUserError as error:
         raise InvalidInput(f"tool {name!r} has a parameter without a JSON schema: {error}") from None
+    if cycle := _cycle(schema.get("$defs", {})):
+        raise InvalidInput(f"tool {name!r}: {cycle} refers to itself, which a call under a grammar cannot.")
     return model
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+def _cycle(definitions: Mapping[str, Any]) -> str | None:
+    """A definition that refers to itself, directly or not."""
+    graph = nx.DiGraph()
+    for name, definition in definitions.items():
+        found = re.findall(r'"\$ref": "#/\$defs/([^"]+)"', json.dumps(definition))
+        graph.add_edges_from((name, other) for other in found)
+    cycles: list[str] = next(iter(nx.simple_cycles(graph)), [])
+    return cycles[0] if cycles else None
+
+
+def _patterns(patterns: Iterable[str], name: str, arguments: type[BaseModel]) -> tuple[str, ...]:
+    """Patterns over arguments that there are."""
+    listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in listed:
+        fields = [field for _, field, _, _ in Formatter().parse(pattern) if field is not None]
+        if unknown := [f for f in fields if re.split(r"[.\[]", f)[0] not in arguments.model_fields]:
+            raise InvalidInput(f"tool {name!r}: {pattern!r} names no parameter {unknown[0]!r}.")
+    return listed
+
+
+def _waited_for(value: Awaitable[Any]) -> Any:
+    """The value of a coroutine, also where an event loop is running in this thread."""
+
+    async def waited() -> Any:
+        return await value
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, waited()).result()
+
+
+def _readable(text: str) -> str:
+    """Without lone surrogates, which no tokenizer reads."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _shown(value: Any) -> str:

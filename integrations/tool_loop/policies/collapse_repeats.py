@@ -18,12 +18,17 @@ __all__ = ["CollapseRepeats"]
 class CollapseRepeats(Policy):
     """A pair that repeats one in the context is cut off again: it is the tail, so that is exact and free.
 
+    Not so a call that has changed something, nor one that reads what was changed in between: those say what is true now.
+
     The loop does not offer a tool in the turn after a repeated success.
     """
 
     name: ClassVar[str] = "collapse_repeats"
 
     def after(self, memory: ContextMemory, pair: Pair, earlier: Sequence[Pair]) -> list[Change]:
-        repeats = [pair] if any(pair.repeats(other) for other in earlier) else []
+        last = max((n for n, other in enumerate(earlier) if pair.repeats(other)), default=None)
+        if last is None or pair.writes or any(pair.reads & later.writes for later in earlier[last + 1 :]):
+            return []
+        repeats = [pair]
         changes: list[Change] = taken_out(memory, self.name, repeats, "collapsed")
         return changes

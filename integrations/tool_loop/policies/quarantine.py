@@ -19,7 +19,7 @@ class Quarantine(Policy):
 
     Attributes:
         check: called with the memory, whose tail is the result, and the result's segment; returns whether to keep it. It may
-            ask the memory, transiently.
+            ask the memory, transiently. Not called for errors and results that are withheld already.
     """
 
     check: Callable[[ContextMemory, Segment], bool]

@@ -27,7 +27,7 @@ class RefuseOversize(Policy):
 
     def before(self, memory: ContextMemory, tool: str, outcome: Outcome) -> Outcome:
         n_tokens, limit = memory.count_tokens(outcome.text), self._limit(memory)
-        return outcome if n_tokens <= limit else oversize(n_tokens, limit)
+        return outcome if n_tokens <= limit else oversize(n_tokens, limit, outcome.is_error)
 
     def _limit(self, memory: ContextMemory) -> int:
         if self.max_tokens is not None:
@@ -36,7 +36,7 @@ class RefuseOversize(Policy):
         return min(free, memory.budget.n_tokens if memory.budget is not None else free) // 4
 
 
-def oversize(n_tokens: int, limit: int) -> Outcome:
-    """What the model reads in the place of a result that is too long."""
+def oversize(n_tokens: int, limit: int, is_error: bool) -> Outcome:
+    """What the model reads in the place of a result that is too long; `is_error`: whether the call failed."""
     said = {"error": "result too large", "tokens": n_tokens, "limit": limit, "hint": "ask for less, or for a part"}
-    return Outcome(json.dumps(said), is_error=True, withheld="oversize")
+    return Outcome(json.dumps(said), is_error=is_error, withheld="oversize")

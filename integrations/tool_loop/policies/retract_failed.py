@@ -18,6 +18,8 @@ __all__ = ["RetractFailed"]
 class RetractFailed(Policy):
     """After a success, earlier failed calls of the same tool go: they would be examples of how to fail.
 
+    A call whose result was withheld goes like a failed one, unless it has changed something.
+
     Attributes:
         method: how, see `ContextMemory.retract`.
     """
@@ -26,6 +28,8 @@ class RetractFailed(Policy):
     method: str = "auto"
 
     def after(self, memory: ContextMemory, pair: Pair, earlier: Sequence[Pair]) -> list[Change]:
-        failed = [] if pair.is_error else [p for p in earlier if p.is_error and p.tool == pair.tool]
+        if pair.is_error or pair.withheld:
+            return []
+        failed = [p for p in earlier if p.tool == pair.tool and (p.is_error or (p.withheld and not p.writes))]
         changes: list[Change] = taken_out(memory, self.name, failed, "retracted", method=self.method)
         return changes
