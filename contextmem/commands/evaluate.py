@@ -89,6 +89,50 @@ def niah(
         )
 
 
+@evaluate.command("distractor-qa")
+def distractor_qa(
+    qa: Annotated[list[Path], typer.Option(help="JSONL files of questions with documents, repeatable.")],
+    out: ResultsOption = Path("evals/distractor_qa/results"),
+    cases: Annotated[Path, typer.Option(help="Folder for the built cases, which hold texts.")] = Path("cases"),
+    pool: Annotated[list[Path] | None, typer.Option(help="JSONL files of passages to retrieve from.")] = None,
+    model: ModelOption = EMBEDDED,
+    eraser: Annotated[str, typer.Option(help="'auto', a folder or a hub id.")] = "auto",
+    dtype: DtypeOption = None,
+    lengths: Annotated[str, typer.Option(help="short, long, or both with a comma.")] = "short",
+    methods: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions a file; default: all.")] = None,
+    build: Annotated[bool, typer.Option("--build", help="Only build the cases.")] = False,
+    transcripts: Annotated[Path | None, typer.Option(help="A file to add the answers to.")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Erase a misleading passage from real documents: every method beside full recompute."""
+    with clean_errors(), extra("evals,recall"):
+        from contextmem.evals.distractor_qa.measure import METHODS
+        from contextmem.evals.distractor_qa.run import run
+
+        chosen = names(methods) or METHODS
+        for name in chosen:
+            check_choice("a method", name, METHODS)
+        print(
+            run(
+                out,
+                qa,
+                cases=cases,
+                pool=pool or (),
+                model_name=model,
+                eraser=eraser,
+                dtype=dtype,
+                lengths=names(lengths),
+                methods=chosen,
+                limit=limit,
+                only_build=build,
+                transcripts=transcripts,
+                seed=seed,
+                command=command(),
+            )
+        )
+
+
 @evaluate.command()
 def rag(
     qa: Annotated[list[str], typer.Option(help="JSONL files, or Hugging Face datasets, of questions with documents.")],

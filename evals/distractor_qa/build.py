@@ -1,0 +1,188 @@
+"""Cases: questions answered rightly from their documents, and wrongly with a passage inserted at a random place."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from contextmem import ContextMemory
+from contextmem.errors import InvalidInput
+from contextmem.evals.distractor_qa.distractors import Distractor, Pool, candidates, sentences
+from contextmem.evals.distractor_qa.questions import Question
+from contextmem.evals.distractor_qa.scoring import contains, is_yes_or_no
+
+__all__ = ["LENGTHS", "QUESTION", "Case", "answered", "build", "cases_of", "filled"]
+
+QUESTION = "Question: {question}\nAnswer in one sentence."
+LONGEST_ANSWER = 40
+LENGTHS = {"short": 0, "long": 3500}  # tokens that a context is filled up to
+_TRIES, _MOST_KEPT = 6, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One insertion.
+
+    Attributes:
+        id: of the question, with the number of the insertion.
+        before, distractor, after: the context's texts.
+        kind: how the distractor was made.
+        wrong: answers it argues for.
+        length: "short" or "long".
+    """
+
+    id: str
+    question_id: str
+    dataset: str
+    question: str
+    answers: tuple[str, ...]
+    before: str
+    distractor: str
+    after: str
+    kind: str
+    wrong: tuple[str, ...]
+    length: str
+
+
+def filled(memory: ContextMemory, case: Case) -> Any:
+    """Append a case's texts; returns the distractor's segment."""
+    if case.before:
+        memory.append(case.before)
+    inserted = memory.append(case.distractor)
+    memory.append(case.after)
+    return inserted
+
+
+def answered(memory: ContextMemory, question: str) -> str:
+    """The answer in a sentence."""
+    return memory.ask(QUESTION.format(question=question), max_new_tokens=LONGEST_ANSWER).text
+
+
+def build(
+    new_memory: Callable[[], ContextMemory],
+    questions: Sequence[Question],
+    pool: Pool | None,
+    place: Path,
+    *,
+    length: str = "short",
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> Counter[str]:
+    """Add what `place`, a JSONL file, lacks; a line a question, with its cases and the step that it came to.
+
+    Returns:
+        Questions by the step at which they fell out ("yes or no", "no support", "too long", "not answered", "never
+        misled") or "kept", by data set: keys are "data set: step".
+    """
+    if length not in LENGTHS:
+        raise InvalidInput(f"length must be one of {', '.join(LENGTHS)}, not {length!r}.")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in place.read_text().splitlines()] if place.exists() else []
+    done = {(line["question_id"], line["length"], line["seed"]) for line in lines}
+    for number, question in enumerate(questions):
+        if (question.id, length, seed) not in done:
+            rng = random.Random(f"distractor-{seed}-{length}-{question.id}")
+            step, cases = _cases(new_memory, question, questions, pool, length, rng)
+            line = {
+                "question_id": question.id,
+                "dataset": question.dataset,
+                "length": length,
+                "seed": seed,
+                "step": step,
+            }
+            lines.append({**line, "cases": [asdict(case) for case in cases]})
+            with place.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+            say(f"{number + 1} of {len(questions)}: {step}, {len(cases)} cases")
+    wanted = {question.id for question in questions}
+    current = [line for line in lines if line["length"] == length and line["seed"] == seed]
+    return Counter(f"{line['dataset']}: {line['step']}" for line in current if line["question_id"] in wanted)
+
+
+def cases_of(place: Path, length: str, seed: int) -> list[Case]:
+    """The cases of one length that `build` has written."""
+    if not place.exists():
+        raise InvalidInput(f"there are no cases in {place}: build them first (--build).")
+    lines = [json.loads(line) for line in place.read_text().splitlines()]
+    found = [line for line in lines if line["length"] == length and line["seed"] == seed]
+    return [_case(case) for line in found for case in line["cases"]]
+
+
+def _case(values: dict[str, Any]) -> Case:
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return Case(**given)
+
+
+def _cases(
+    new_memory: Callable[[], ContextMemory],
+    question: Question,
+    questions: Sequence[Question],
+    pool: Pool | None,
+    length: str,
+    rng: random.Random,
+) -> tuple[str, list[Case]]:
+    if is_yes_or_no(question.answers):
+        return "yes or no", []
+    if not question.supporting:
+        return "no support", []
+    texts = _texts(new_memory(), question, pool, LENGTHS[length], rng)
+    memory = new_memory()
+    if sum(memory.count_tokens(text) for text in texts) > memory.context_length - 400:
+        return "too long", []
+    for text in texts:
+        memory.append(text)
+    if not contains(answered(memory, question.question), question.answers):
+        return "not answered", []
+    kept: list[Case] = []
+    others = [other for other in questions if other.id != question.id]
+    for distractor in candidates(question, others, pool, rng)[:_TRIES]:
+        case = _inserted(question, texts, distractor, len(kept), length, rng)
+        contaminated = new_memory()
+        filled(contaminated, case)
+        if not contains(answered(contaminated, question.question), question.answers):
+            kept.append(case)
+        if len(kept) == _MOST_KEPT:
+            break
+    return ("kept" if kept else "never misled"), kept
+
+
+def _texts(counter: ContextMemory, question: Question, pool: Pool | None, fill: int, rng: random.Random) -> list[str]:
+    """Supporting documents in a random order; filled up with the question's others, and neighbouring passages."""
+    texts = [document.shown for document in question.supporting]
+    left = fill - sum(map(counter.count_tokens, texts))
+    others = [d.shown for d in question.documents if not d.supporting and d.role != "misinfo"]
+    rng.shuffle(others)
+    near = [f"{text}\n\n" for text in pool.nearest(question, 60)[6:]] if pool is not None and fill else []
+    for text in [*others, *near]:
+        if left <= 0 or contains(text, question.answers):
+            continue
+        texts.append(text)
+        left -= counter.count_tokens(text)
+    rng.shuffle(texts)
+    return texts
+
+
+def _inserted(
+    question: Question, texts: Sequence[str], distractor: Distractor, number: int, length: str, rng: random.Random
+) -> Case:
+    """The distractor between two sentences, not after the last."""
+    parts = sentences("".join(texts))
+    place = rng.randrange(len(parts))
+    return Case(
+        id=f"{question.dataset}/{question.id}/{length}/{number}",
+        question_id=question.id,
+        dataset=question.dataset,
+        question=question.question,
+        answers=question.answers,
+        before="".join(parts[:place]),
+        distractor=distractor.text + "\n\n",
+        after="".join(parts[place:]),
+        kind=distractor.kind,
+        wrong=distractor.answers,
+        length=length,
+    )

@@ -1,0 +1,116 @@
+"""One case by every method: the answer, its cost, and how far the model is from never having seen the passage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from contextmem import ContextMemory
+from contextmem.evals.distractor_qa.build import LONGEST_ANSWER, QUESTION, Case, filled
+from contextmem.evals.distractor_qa.scoring import contains, exact_match, f1
+from contextmem.evals.forks import unshared_fork
+from contextmem.evals.rows import RowLog
+from contextmem.retraction import COMPARED
+
+__all__ = ["METHODS", "measure_case"]
+
+METHODS = ("recompute", "none", *(method for method in COMPARED if method != "recompute"))
+_N_COMPARED = 8  # first tokens of the answer whose distributions are compared
+
+
+def measure_case(
+    new_memory: Callable[[], ContextMemory], case: Case, methods: Sequence[str], log: RowLog
+) -> dict[str, str]:
+    """Write a row for every method that `log` lacks; returns the answers, for transcripts.
+
+    `outcome` of a wrong answer: "distractor" (an answer that the passage argues for, or the contaminated answer word for
+    word), "overlap" (shares words with an accepted answer), or "other".
+    """
+    missing = [method for method in methods if not log.has(case.id, method)]
+    if not missing:
+        return {}
+    memory = new_memory()
+    inserted = filled(memory, case)
+    prompt = _prompt(memory, case)
+    never_saw = unshared_fork(memory)
+    never_saw.retract(inserted.id, method="recompute")
+    reference_ids, _, _, _ = _answer(never_saw, prompt)
+    reference = _rows(never_saw, prompt, reference_ids[:_N_COMPARED])
+    contaminated = _text(memory, _answer(unshared_fork(memory), prompt)[0])
+    answers: dict[str, str] = {}
+    for method in missing:
+        edited = unshared_fork(memory)
+        edit_s = 0.0
+        if method != "none":
+            edit_s = edited.retract(inserted.id, method=method).seconds or 0.0
+        ids, query_s, decode_s, n_decoded = _answer(edited, prompt)
+        text = answers[method] = _text(memory, ids)
+        told = _rows(edited, prompt, reference_ids[:_N_COMPARED])
+        right = contains(text, case.answers)
+        log.add(
+            case.id,
+            method,
+            dataset=case.dataset,
+            question=f"{case.dataset}/{case.question_id}",
+            kind=case.kind,
+            length=case.length,
+            score=int(right),
+            em=int(exact_match(text, case.answers)),
+            f1=round(f1(text, case.answers), 4),
+            outcome="right" if right else _failure(text, case, contaminated),
+            kl=round(float((reference.exp() * (reference - told)).sum(-1).mean()), 5),
+            seconds=round(edit_s + query_s + decode_s, 4),
+            edit_s=round(edit_s, 4),
+            query_s=round(query_s, 4),
+            decode_s=round(decode_s, 4),
+            decoded=n_decoded,
+            tokens=memory.seq_length,
+            span=inserted.n_tokens,
+            suffix=memory.seq_length - inserted.stop,
+            threads=torch.get_num_threads(),
+        )
+    return answers
+
+
+def _failure(text: str, case: Case, contaminated: str) -> str:
+    if contains(text, case.wrong) or text.strip() == contaminated.strip():
+        return "distractor"
+    return "overlap" if f1(text, case.answers) > 0 else "other"
+
+
+def _prompt(memory: ContextMemory, case: Case) -> tuple[int, ...]:
+    asked = memory._codec.encode(QUESTION.format(question=case.question))
+    return (*asked, *memory._framing.answer_open)
+
+
+def _answer(memory: ContextMemory, prompt: Sequence[int]) -> tuple[list[int], float, float, int]:
+    """Greedy ids, seconds to read the question and to generate, and tokens generated."""
+    backbone, cache = memory.backbone, memory.past_key_values
+    started = time.perf_counter()
+    logits = backbone.prefill(prompt, cache)
+    query_s = time.perf_counter() - started
+    started = time.perf_counter()
+    ids: list[int] = []
+    while len(ids) < LONGEST_ANSWER:
+        token = int(logits.argmax())
+        if token in memory._end_ids:
+            break
+        ids.append(token)
+        logits = backbone.forward([token], cache)
+    cache.release()
+    return ids, query_s, time.perf_counter() - started, len(ids)
+
+
+def _rows(memory: ContextMemory, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+    """Log-probabilities, (len(ids) + 1, vocab), at every token of an answer."""
+    cache = memory.past_key_values
+    logits = memory.backbone.forward([*prompt, *ids], cache, all_logits=True)[-len(ids) - 1 :]
+    cache.release()
+    return logits.double().log_softmax(-1)
+
+
+def _text(memory: ContextMemory, ids: Sequence[int]) -> str:
+    return str(memory._codec.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,186 @@
+"""Tables, metrics and the Pareto plot of the distractor-QA rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from contextmem.evals.bootstrap import clustered_interval
+from contextmem.evals.distractor_qa.build import LENGTHS
+from contextmem.evals.distractor_qa.measure import METHODS
+from contextmem.evals.environment import environment
+from contextmem.evals.rows import RowLog
+
+__all__ = ["summary", "write_report"]
+
+Row = dict[str, Any]
+_OUTCOMES = ("right", "distractor", "overlap", "other")
+
+
+def summary(log: RowLog) -> dict[str, Any]:
+    """Every figure, by length; cases are those that the contaminated context gets wrong and the recomputed one right."""
+    return {length: _of_length([row for row in log.rows if row["length"] == length]) for length in LENGTHS}
+
+
+def write_report(
+    log: RowLog, counts: Mapping[str, Mapping[str, int]], folder: Path, command: str, seed: int, dtype: str
+) -> str:
+    """Write metrics.json, table.md and plot.png into `folder`; returns the table.
+
+    Args:
+        counts: questions by "data set: step", by length.
+    """
+    figures, used = summary(log), {**environment(), "dtype": dtype}
+    record = {"command": command, "seed": seed, "environment": used, "filter": counts, "figures": figures}
+    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+    lines = [
+        "# Distractor QA on SmolLM2-135M-Instruct",
+        "",
+        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
+        "",
+        "A misleading passage stands among the documents of a question and is retracted. Counted are insertions with which",
+        "the model answers wrongly, and rightly once the rest was recomputed without it. `contained`: an accepted answer",
+        "stands in the model's sentence, word by word; its share is that of the gap between contaminated and recomputed",
+        "that is closed. Brackets: 95 % bootstrap intervals, resampled by question. `KL`: of the answer's first tokens from the",
+        "context that never held the passage, nats a token. Seconds: medians, after the initial prefill.",
+    ]
+    for length, figure in figures.items():
+        if figure["n"]:
+            lines += ["", *_tables(length, figure)]
+    lines += [
+        "",
+        "## Questions by the step at which they fell out",
+        "",
+        "| length | data set: step | questions |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {length} | {step} | {n} |" for length, steps in counts.items() for step, n in sorted(steps.items())]
+    table = "\n".join(lines) + "\n"
+    (folder / "table.md").write_text(table)
+    _plot(figures, folder / "plot.png")
+    return table
+
+
+def _of_length(rows: Sequence[Row]) -> dict[str, Any]:
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["id"], {})[row["method"]] = row
+    telling = {
+        name: methods
+        for name, methods in by_case.items()
+        if {"none", "recompute"} <= set(methods) and methods["recompute"]["score"] and not methods["none"]["score"]
+    }
+    datasets = sorted({methods["none"]["dataset"] for methods in telling.values()})
+    return {
+        "n": len(telling),
+        "measured": len(by_case),
+        "pooled": _by_method(list(telling.values())),
+        "datasets": {
+            name: _by_method([m for m in telling.values() if m["none"]["dataset"] == name]) for name in datasets
+        },
+        "kinds": {
+            kind: _by_method([m for m in telling.values() if m["none"]["kind"] == kind])
+            for kind in sorted({m["none"]["kind"] for m in telling.values()})
+        },
+    }
+
+
+def _by_method(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for method in METHODS:
+        rows = [case[method] for case in cases if method in case]
+        if not rows:
+            continue
+        contained, low, high = clustered_interval([r["score"] for r in rows], [r["question"] for r in rows])
+        outcomes = Counter(row["outcome"] for row in rows)
+        figures[method] = {
+            "n": len(rows),
+            "questions": len({row["question"] for row in rows}),
+            "contained": contained,
+            "low": low,
+            "high": high,
+            **{name: mean(row[name] for row in rows) for name in ("em", "f1", "kl")},
+            **{part: median(row[part] for row in rows) for part in ("seconds", "edit_s", "query_s", "decode_s")},
+            "tokens": median(row["tokens"] for row in rows),
+            "outcomes": {outcome: outcomes[outcome] / len(rows) for outcome in _OUTCOMES},
+        }
+    return figures
+
+
+def _tables(length: str, figure: Mapping[str, Any]) -> list[str]:
+    pooled = figure["pooled"]
+    tokens = pooled["none"]["tokens"]
+    counted = f"{figure['n']} of {figure['measured']} insertions, {pooled['none']['questions']} questions"
+    lines = [
+        f"## {length.capitalize()} contexts (median {tokens:,.0f} tokens): {counted}",
+        "",
+        "| method | contained | EM | F1 | KL | seconds | edit | question | answer |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for method, f in pooled.items():
+        lines.append(
+            f"| {method} | {f['contained']:.2f} [{f['low']:.2f}, {f['high']:.2f}] | {f['em']:.2f} | {f['f1']:.2f} "
+            f"| {f['kl']:.3f} | {f['seconds']:.2f} | {f['edit_s']:.3f} | {f['query_s']:.2f} | {f['decode_s']:.2f} |"
+        )
+    if "kveraser" in pooled:
+        again, ours = pooled["recompute"], pooled["kveraser"]
+        lines += [
+            "",
+            f"`kveraser` beside full recompute: edit {again['edit_s'] / ours['edit_s']:.1f}x, edit + question + answer "
+            f"{again['seconds'] / ours['seconds']:.1f}x faster.",
+        ]
+    for name in ("datasets", "kinds"):
+        heads = list(figure[name])
+        lines += ["", f"| contained | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+        for method in pooled:
+            cells = [figure[name][head].get(method) for head in heads]
+            lines.append(
+                f"| {method} | " + " | ".join(f"{c['contained']:.2f} n={c['n']}" if c else "" for c in cells) + " |"
+            )
+    lines += [
+        "",
+        "What was answered:",
+        "",
+        "| method | right | the distractor's | words in common | other |",
+        "|---|---|---|---|---|",
+    ]
+    for method, f in pooled.items():
+        lines.append(f"| {method} | " + " | ".join(f"{f['outcomes'][outcome]:.2f}" for outcome in _OUTCOMES) + " |")
+    return lines
+
+
+def _plot(figures: Mapping[str, Any], path: Path) -> None:
+    """Quality against time after the initial prefill, a panel a length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [(length, figure["pooled"]) for length, figure in figures.items() if figure["n"]]
+    if not shown:
+        return
+    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 4), layout="constrained", squeeze=False)
+    for axis, (length, pooled) in zip(axes[0], shown, strict=True):
+        for number, (method, f) in enumerate(pooled.items()):
+            axis.errorbar(
+                f["seconds"],
+                f["contained"],
+                yerr=[[max(0, f["contained"] - f["low"])], [max(0, f["high"] - f["contained"])]],
+                fmt="os^Dvp*Xh"[number % 9],
+                capsize=2,
+                label=method,
+            )
+        axis.set(
+            title=f"{length} contexts",
+            xlabel="seconds after the initial prefill",
+            ylabel="answer contained",
+            ylim=(-0.05, 1.05),
+        )
+        axis.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

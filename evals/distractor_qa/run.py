@@ -1,0 +1,94 @@
+"""`contextmem eval distractor-qa`: build the cases, measure every method, write the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from contextmem import ContextMemory, KVEraser
+from contextmem.errors import InvalidInput
+from contextmem.evals.distractor_qa.build import LENGTHS, build, cases_of
+from contextmem.evals.distractor_qa.distractors import Pool
+from contextmem.evals.distractor_qa.measure import METHODS, measure_case
+from contextmem.evals.distractor_qa.questions import questions_of
+from contextmem.evals.distractor_qa.report import write_report
+from contextmem.evals.rows import RowLog
+from contextmem.identity import backbone_identity
+from contextmem.loading import load_pretrained
+from contextmem.weights import eraser_for
+
+__all__ = ["run"]
+
+
+def run(
+    folder: Path,
+    qa: Sequence[str | Path],
+    *,
+    cases: Path,
+    pool: Sequence[str | Path] = (),
+    model_name: str = "smollm2-135m-instruct",
+    eraser: str = "auto",
+    dtype: str | None = None,
+    lengths: Sequence[str] = ("short",),
+    methods: Sequence[str] = METHODS,
+    limit: int | None = None,
+    only_build: bool = False,
+    transcripts: Path | None = None,
+    seed: int = 0,
+    command: str = "contextmem eval distractor-qa",
+    say: Callable[[str], None] = print,
+) -> str:
+    """Build what is missing in `cases`, measure what is missing in `folder`/rows.jsonl; returns the table.
+
+    Args:
+        folder: where rows, metrics, table and plot go; no text is written there.
+        qa: JSONL files, see `questions_of`.
+        cases: folder for the built cases, which hold the texts.
+        pool: JSONL files of passages `{title, text}` to retrieve distractors and neighbours from.
+        lengths: of `LENGTHS`.
+        limit: most questions a file.
+        only_build: stop when the cases are built.
+        transcripts: a file to add answers to, with their questions.
+
+    Raises:
+        InvalidInput: a file, a length or a method cannot be used.
+    """
+    if unknown := sorted(set(lengths) - set(LENGTHS)):
+        raise InvalidInput(f"length must be one of {', '.join(LENGTHS)}, not {unknown[0]!r}.")
+    questions = [question for path in qa for question in questions_of([path])[:limit]]
+    model, tokenizer = load_pretrained(model_name, dtype=dtype)
+
+    def new_memory(**options: Any) -> ContextMemory:
+        return ContextMemory(model, tokenizer, eraser=eraser, **options)
+
+    empty = new_memory()
+    named = eraser_for(empty.backbone) if eraser == "auto" else KVEraser.from_pretrained(eraser)
+    kind = str(model.dtype).removeprefix("torch.")
+    identity = backbone_identity(empty.backbone)["weights_bfloat16"]
+    settings = {"model": identity, "dtype": kind, "pool": [Path(path).name for path in pool], "seed": seed}
+    log = RowLog(folder / "rows.jsonl", settings, {"kveraser": named.fingerprint if named is not None else None})
+    methods = [method for method in methods if named is not None or method != "kveraser"]
+    near = Pool(pool, cases) if pool else None
+    wanted = {f"{question.dataset}/{question.id}" for question in questions}
+    counts: dict[str, dict[str, int]] = {}
+    for length in lengths:
+        place = cases / f"{kind}.jsonl"
+        counts[length] = dict(build(new_memory, questions, near, place, length=length, seed=seed, say=say))
+        built = [case for case in cases_of(place, length, seed) if f"{case.dataset}/{case.question_id}" in wanted]
+        for number, case in enumerate(built if not only_build else ()):
+            answers = measure_case(new_memory, case, methods, log)
+            if transcripts is not None and answers:
+                _write(transcripts, case, answers)
+            say(f"{length}: {number + 1} of {len(built)}")
+    table: str = write_report(log, counts, folder, command, seed, kind)
+    return table
+
+
+def _write(place: Path, case: Any, answers: dict[str, str]) -> None:
+    with place.open("a") as file:
+        file.write(
+            f"## {case.id} ({case.kind})\n{case.question} -> {', '.join(case.answers)}\n\n{case.distractor.strip()}\n\n"
+        )
+        file.writelines(f"- {method}: {answer}\n" for method, answer in answers.items())
+        file.write("\n")

@@ -1,0 +1,211 @@
+"""Distractor QA: questions by line, answers by words, distractors without the answer, builds and rows that resume."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_model, tiny_tokenizer
+
+from contextmem import ContextMemory, InvalidInput, KVEraser
+from contextmem.evals.bootstrap import clustered_interval, mean_interval
+from contextmem.evals.distractor_qa import build as building
+from contextmem.evals.distractor_qa.build import QUESTION, build, cases_of, filled
+from contextmem.evals.distractor_qa.distractors import Pool, candidates, sentences, shortened
+from contextmem.evals.distractor_qa.measure import METHODS, measure_case
+from contextmem.evals.distractor_qa.questions import questions_of
+from contextmem.evals.distractor_qa.report import write_report
+from contextmem.evals.distractor_qa.scoring import contains, exact_match, f1, is_yes_or_no
+from contextmem.evals.rows import RowLog
+
+RECORDS: list[dict[str, Any]] = [
+    {
+        "id": f"q{n}",
+        "dataset": "made",
+        "question": f"Which town lies on river {n}?",
+        "answers": [town],
+        "wrong_answers": ["Elsewhere"],
+        "documents": [
+            {
+                "title": f"River {n}",
+                "text": f"The river is long. {town} lies on river {n}. It is old.",
+                "supporting": True,
+            },
+            {
+                "title": "",
+                "text": "Elsewhere lies on the river, as everybody knows.",
+                "supporting": False,
+                "role": "misinfo",
+            },
+            {"title": "Another", "text": "Something else altogether. With two sentences.", "supporting": False},
+        ],
+    }
+    for n, town in enumerate(["Aarburg", "Bexhill", "Cadiz"])
+]
+PASSAGES = [{"title": f"River {n}", "text": f"A passage about rivers and towns, number {n}."} for n in range(9)]
+
+
+def written(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def new_memory() -> ContextMemory:
+    model = tiny_model("llama", "sdpa")
+    return ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Any:
+    return questions_of([written(tmp_path / "qa.jsonl", RECORDS)])
+
+
+class TestQuestions:
+    def test_a_users_own_file_needs_little(self, tmp_path: Path) -> None:
+        record = {"question": "Who?", "answers": ["Ann"], "documents": [{"text": "Ann did.", "supporting": True}]}
+        (question,) = questions_of([written(tmp_path / "mine.jsonl", [record])])
+        assert (question.id, question.dataset, question.supporting[0].shown) == ("1", "mine", "Ann did.\n\n")
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("{", "line 2"),
+            ('{"question": "Who?"}', "'documents'"),
+            ('{"question": "Who?", "answers": [], "documents": [{"text": "x", "supporting": true}]}', "empty"),
+            ('{"question": "Who?", "answers": [" "], "documents": [{"text": "x", "supporting": true}]}', "words"),
+            ('{"question": "Who?", "answers": ["x"], "documents": [{"text": "x"}]}', "'supporting'"),
+            ('["a list"]', "line 2"),
+        ],
+    )
+    def test_malformed_lines_are_refused_by_number(self, tmp_path: Path, line: str, message: str) -> None:
+        path = written(tmp_path / "qa.jsonl", RECORDS[:1])
+        path.write_text(path.read_text() + line + "\n")
+        with pytest.raises(InvalidInput, match=r"qa\.jsonl, line 2") as raised:
+            questions_of([path])
+        assert message in str(raised.value)
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInput, match="nowhere"):
+            questions_of([tmp_path / "nowhere.jsonl"])
+
+
+class TestScoring:
+    def test_answers_are_contained_by_words(self) -> None:
+        assert contains("They live in New  York-City.", ["new york"]) and not contains("I know", ["no"])
+        assert contains("It has 3,559 people", ["3559 people"]) and contains("Café Zoë", ["cafe zoe"])
+        assert contains("It is the Beatles", ["Beatles"]) and not contains("York is new", ["New York"])
+        assert not contains("anything", [""]) and not contains("", ["x"])
+
+    def test_matches(self) -> None:
+        assert exact_match("The Beatles.", ["Beatles"]) and not exact_match("the Beatles band", ["Beatles"])
+        assert f1("the cat sat", ["cat sat down"]) == pytest.approx(0.8) and f1("dog", ["cat"]) == 0
+        assert is_yes_or_no(["Yes."]) and not is_yes_or_no(["Yesterday"])
+
+
+class TestDistractors:
+    def test_none_holds_an_answer(self, questions: Any, tmp_path: Path) -> None:
+        pool = Pool(
+            [written(tmp_path / "pool.jsonl", [*PASSAGES, {"title": "x", "text": "Aarburg lies there."}])], tmp_path
+        )
+        for question in questions:
+            found = candidates(question, [q for q in questions if q.id != question.id], pool, random.Random(0))
+            assert {distractor.kind for distractor in found} == {"adversarial", "retrieved", "counterfactual"}
+            assert not [d for d in found if contains(d.text, question.answers)]
+            made = next(d for d in found if d.kind == "counterfactual")
+            assert made.answers[0] in made.text and made.text.startswith(f"River {question.id[1]}\nThe river is long.")
+            assert f"number {question.id[1]}." not in " ".join(d.text for d in found)  # its own article
+
+    def test_the_pool_is_embedded_once(self, questions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = written(tmp_path / "pool.jsonl", PASSAGES)
+        before = Pool([path], tmp_path / "cache").nearest(questions[0], 3)
+        calls: list[int] = []
+        real = building.Pool.__init__.__globals__["embedder"]()
+        monkeypatch.setitem(
+            building.Pool.__init__.__globals__,
+            "embedder",
+            lambda: lambda texts: (calls.append(len(texts)), real(texts))[1],
+        )
+        assert Pool([path], tmp_path / "cache").nearest(questions[0], 3) == before and calls == [1]
+
+    def test_sentences_join_to_the_text(self) -> None:
+        text = 'One. "Two!" Three?\n\nFour is v. long\nfive'
+        assert "".join(sentences(text)) == text and len(sentences(text)) > 3
+        assert shortened("Short one. " * 80).count("Short") == 55
+
+
+class TestBuild:
+    def scripted(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Answers rightly from a clean context of q0 and q2, wrongly with anything that says Elsewhere."""
+        asked: list[str] = []
+
+        def answered(memory: ContextMemory, question: str) -> str:
+            asked.append(question)
+            text = "".join(segment.text for segment in memory.segments())
+            if "river 1" in question or "Elsewhere" in text:
+                return "It is Elsewhere."
+            return next(f"It is {r['answers'][0]}." for r in RECORDS if r["question"] == question)
+
+        monkeypatch.setattr(building, "answered", answered)
+        return asked
+
+    def test_steps_are_counted_and_a_build_resumes(
+        self, questions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked, place = self.scripted(monkeypatch), tmp_path / "cases.jsonl"
+        counts = build(new_memory, questions[:2], None, place, say=lambda text: None)
+        assert counts == {"made: kept": 1, "made: not answered": 1}
+        n = len(asked)
+        counts = build(new_memory, questions, None, place, say=lambda text: None)
+        assert counts == {"made: kept": 2, "made: not answered": 1}
+        assert set(asked[n:]) == {questions[2].question}
+        cases = cases_of(place, "short", 0)
+        assert [case.kind for case in cases] == ["adversarial", "adversarial"]
+        for case in cases:
+            assert case.before + case.after == questions[int(case.question_id[1])].supporting[0].shown and case.after
+        assert cases_of(place, "long", 0) == [] and cases_of(place, "short", 1) == []
+
+    def test_what_cannot_be_used_falls_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scripted(monkeypatch)
+        plain = {**RECORDS[0], "documents": [{"text": "Nothing.", "supporting": False}], "id": "a"}
+        yes = {**RECORDS[0], "answers": ["yes"], "id": "b"}
+        long = {**RECORDS[0], "documents": [{"text": "word " * 3000, "supporting": True}], "id": "c"}
+        questions = questions_of([written(tmp_path / "qa.jsonl", [plain, yes, long])])
+        counts = build(new_memory, questions, None, tmp_path / "cases.jsonl", say=lambda text: None)
+        assert counts == {"made: no support": 1, "made: yes or no": 1, "made: too long": 1}
+
+    def test_wrong_lengths_and_missing_builds_are_refused(self, questions: Any, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInput, match="length"):
+            build(new_memory, questions, None, tmp_path / "cases.jsonl", length="medium")
+        with pytest.raises(InvalidInput, match="--build"):
+            cases_of(tmp_path / "cases.jsonl", "short", 0)
+
+
+def test_every_method_is_measured_and_reported(questions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TestBuild().scripted(monkeypatch)
+    build(new_memory, questions, None, tmp_path / "cases.jsonl", say=lambda text: None)
+    log = RowLog(tmp_path / "rows.jsonl")
+    for case in cases_of(tmp_path / "cases.jsonl", "short", 0):
+        answers = measure_case(new_memory, case, METHODS, log)
+        assert set(answers) == set(METHODS) and measure_case(new_memory, case, METHODS, log) == {}
+        memory = new_memory()
+        filled(memory, case)
+        asked = memory.ask(QUESTION.format(question=case.question), max_new_tokens=40).text
+        assert asked == answers["none"] and "Elsewhere" not in json.dumps(log.rows)
+    by_method = {row["method"]: row for row in log.rows}
+    assert abs(by_method["recompute"]["kl"]) < 1e-6 < by_method["none"]["kl"]
+    assert by_method["none"]["outcome"] == "distractor"
+    for row in log.rows:  # as if the model could answer
+        row["score"] = int(row["method"] != "none")
+    table = write_report(log, {"short": {"made: kept": 2}}, tmp_path, "a command", 0, "float32")
+    assert "2 of 2 insertions" in table and "| kveraser | 1.00 [1.00, 1.00] |" in table and "made: kept" in table
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_intervals_by_cluster_are_wider_where_clusters_agree() -> None:
+    values, clusters = [1.0] * 15 + [0.0] * 15, [f"c{n // 5}" for n in range(30)]
+    mean, low, high = clustered_interval(values, clusters)
+    plain = mean_interval(values)
+    assert mean == plain[0] and high - low > plain[2] - plain[1]
