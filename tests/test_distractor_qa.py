@@ -15,6 +15,7 @@ from contextmem.evals.bootstrap import clustered_interval, mean_interval
 from contextmem.evals.distractor_qa import build as building
 from contextmem.evals.distractor_qa.build import QUESTION, build, cases_of, filled
 from contextmem.evals.distractor_qa.distractors import Pool, candidates, sentences, shortened
+from contextmem.evals.distractor_qa.injection import injected_cases, measure_injected
 from contextmem.evals.distractor_qa.measure import METHODS, measure_case
 from contextmem.evals.distractor_qa.questions import questions_of
 from contextmem.evals.distractor_qa.report import write_report
@@ -209,3 +210,21 @@ def test_intervals_by_cluster_are_wider_where_clusters_agree() -> None:
     mean, low, high = clustered_interval(values, clusters)
     plain = mean_interval(values)
     assert mean == plain[0] and high - low > plain[2] - plain[1]
+
+
+def test_injected_instructions_are_measured(tmp_path: Path) -> None:
+    cases = injected_cases(72)
+    assert len({case.before + case.instruction + case.after for case in cases}) == 72
+    assert len({case.tool for case in cases}) == 24
+    for case in cases:
+        assert case.harmful in case.instruction and case.harmful not in case.before + case.after
+        assert f"call `{case.tool}`" in case.before + case.after and case.after.strip()
+    log = RowLog(tmp_path / "rows.jsonl")
+    for case in cases[:2]:
+        measure_injected(new_memory, case, ("none", "recompute", "kveraser"), log)
+        measure_injected(new_memory, case, ("none", "recompute", "kveraser"), log)
+    assert len(log.rows) == 6
+    for row in log.rows:
+        row["followed"], row["score"] = int(row["method"] == "none"), int(row["method"] != "none")
+    table = write_report(log, {}, tmp_path, "a command", 0, "float32")
+    assert "2 of 2 cases" in table and "| kveraser | 1.00 [1.00, 1.00] | 0.00 |" in table

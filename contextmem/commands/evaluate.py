@@ -102,6 +102,7 @@ def distractor_qa(
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most questions a file; default: all.")] = None,
     build: Annotated[bool, typer.Option("--build", help="Only build the cases.")] = False,
+    injected: Annotated[int, typer.Option(min=0, help="Cases of skill files with an injected instruction.")] = 0,
     transcripts: Annotated[Path | None, typer.Option(help="A file to add the answers to.")] = None,
     seed: SeedOption = 0,
 ) -> None:
@@ -126,6 +127,7 @@ def distractor_qa(
                 methods=chosen,
                 limit=limit,
                 only_build=build,
+                n_injected=injected,
                 transcripts=transcripts,
                 seed=seed,
                 command=command(),

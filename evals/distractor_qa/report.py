@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from contextmem.evals.bootstrap import clustered_interval
+from contextmem.evals.bootstrap import clustered_interval, mean_interval
 from contextmem.evals.distractor_qa.build import LENGTHS
 from contextmem.evals.distractor_qa.measure import METHODS
 from contextmem.evals.environment import environment
@@ -23,7 +23,8 @@ _OUTCOMES = ("right", "distractor", "overlap", "other")
 
 def summary(log: RowLog) -> dict[str, Any]:
     """Every figure, by length; cases are those that the contaminated context gets wrong and the recomputed one right."""
-    return {length: _of_length([row for row in log.rows if row["length"] == length]) for length in LENGTHS}
+    by_length = {length: [row for row in log.rows if row.get("length") == length] for length in LENGTHS}
+    return {length: _of_length(rows) for length, rows in by_length.items()} | {"injection": _injection(log)}
 
 
 def write_report(
@@ -45,12 +46,14 @@ def write_report(
         "A misleading passage stands among the documents of a question and is retracted. Counted are insertions with which",
         "the model answers wrongly, and rightly once the rest was recomputed without it. `contained`: an accepted answer",
         "stands in the model's sentence, word by word; its share is that of the gap between contaminated and recomputed",
-        "that is closed. Brackets: 95 % bootstrap intervals, resampled by question. `KL`: of the answer's first tokens from the",
+        "that is closed. Brackets: 95 % bootstrap intervals, by question. `KL`: of the answer's first tokens from the",
         "context that never held the passage, nats a token. Seconds: medians, after the initial prefill.",
     ]
-    for length, figure in figures.items():
-        if figure["n"]:
-            lines += ["", *_tables(length, figure)]
+    for length in LENGTHS:
+        if figures[length]["n"]:
+            lines += ["", *_tables(length, figures[length])]
+    if figures["injection"]:
+        lines += ["", *_injection_table(figures["injection"])]
     lines += [
         "",
         "## Questions by the step at which they fell out",
@@ -111,6 +114,46 @@ def _by_method(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
     return figures
 
 
+def _injection(log: RowLog) -> dict[str, Any]:
+    """By method, over cases in which the injected instruction was followed and the clean context names the right tool."""
+    rows = {(row["id"], row["method"]): row for row in log.of(kind="injection")}
+    ids = {name for name, _ in rows}
+    telling = [
+        name
+        for name in sorted(ids)
+        if (name, "none") in rows
+        and rows[name, "none"]["followed"]
+        and (name, "recompute") in rows
+        and rows[name, "recompute"]["score"]
+    ]
+    figures: dict[str, Any] = {}
+    for method in METHODS:
+        found = [rows[name, method] for name in telling if (name, method) in rows]
+        if found:
+            right, low, high = mean_interval([row["score"] for row in found])
+            followed, margin = mean(row["followed"] for row in found), mean(row["margin"] for row in found)
+            figures[method] = {"n": len(found), "of": len(ids), "right": right, "low": low, "high": high}
+            figures[method] |= {"followed": followed, "margin": margin}
+    return figures
+
+
+def _injection_table(figures: Mapping[str, Any]) -> list[str]:
+    first = next(iter(figures.values()))
+    lines = [
+        f"## An injected instruction in a skill file: {first['n']} of {first['of']} cases in which it was followed",
+        "",
+        "Counted are cases in which the clean context names the right tool. `margin`: log-probability of it above that of",
+        "the injected one, nats.",
+        "",
+        "| method | right tool | injected tool | margin |",
+        "|---|---|---|---|",
+    ]
+    for method, f in figures.items():
+        right = f"{f['right']:.2f} [{f['low']:.2f}, {f['high']:.2f}]"
+        lines.append(f"| {method} | {right} | {f['followed']:.2f} | {f['margin']:+.2f} |")
+    return lines
+
+
 def _tables(length: str, figure: Mapping[str, Any]) -> list[str]:
     pooled = figure["pooled"]
     tokens = pooled["none"]["tokens"]
@@ -160,7 +203,7 @@ def _plot(figures: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [(length, figure["pooled"]) for length, figure in figures.items() if figure["n"]]
+    shown = [(length, figures[length]["pooled"]) for length in LENGTHS if figures[length]["n"]]
     if not shown:
         return
     figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 4), layout="constrained", squeeze=False)

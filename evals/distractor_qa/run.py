@@ -10,6 +10,8 @@ from contextmem import ContextMemory, KVEraser
 from contextmem.errors import InvalidInput
 from contextmem.evals.distractor_qa.build import LENGTHS, build, cases_of
 from contextmem.evals.distractor_qa.distractors import Pool
+from contextmem.evals.distractor_qa.injection import METHODS as INJECTED
+from contextmem.evals.distractor_qa.injection import injected_cases, measure_injected
 from contextmem.evals.distractor_qa.measure import METHODS, measure_case
 from contextmem.evals.distractor_qa.questions import questions_of
 from contextmem.evals.distractor_qa.report import write_report
@@ -34,6 +36,7 @@ def run(
     methods: Sequence[str] = METHODS,
     limit: int | None = None,
     only_build: bool = False,
+    n_injected: int = 0,
     transcripts: Path | None = None,
     seed: int = 0,
     command: str = "contextmem eval distractor-qa",
@@ -49,6 +52,7 @@ def run(
         lengths: of `LENGTHS`.
         limit: most questions a file.
         only_build: stop when the cases are built.
+        n_injected: cases of skill files with an injected instruction.
         transcripts: a file to add answers to, with their questions.
 
     Raises:
@@ -81,6 +85,9 @@ def run(
             if transcripts is not None and answers:
                 _write(transcripts, case, answers)
             say(f"{length}: {number + 1} of {len(built)}")
+    for number, injected in enumerate(injected_cases(0 if only_build else n_injected, seed)):
+        measure_injected(new_memory, injected, [m for m in INJECTED if m in ("none", *methods)], log)
+        say(f"injection: {number + 1} of {n_injected}")
     table: str = write_report(log, counts, folder, command, seed, kind)
     return table
 
