@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -14,7 +13,7 @@ from contextmem.evals.agent.replay import rate, replayed
 from contextmem.evals.agent.stale import METHODS, cases_of, measure_case
 from contextmem.evals.agent.traces import Trace, traces_of
 from contextmem.evals.bootstrap import mean_interval
-from contextmem.evals.environment import environment
+from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.integrations.tool_loop import CollapseRepeats, RetractFailed, SupersedeReads
 from contextmem.loading import load_pretrained
@@ -91,13 +90,8 @@ def _is_eventful(trace: Trace) -> bool:
 
 
 def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequence[str]) -> str:
-    used = environment()
     figures: dict[str, Any] = {"replay": {}, "stale": {}}
     lines = [
-        "# Recorded tool calls through a memory, SmolLM2-135M-Instruct",
-        "",
-        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
-        "",
         "Traces of tau-bench (airline) and ToolTalk, turn by turn; the model is only scored. Policies: collapse_repeats,",
         "retract_failed, supersede_reads; `on` edits by `auto`, which is exact here. Sums and means over the traces in",
         "which a policy did something. `nats`: log-probability, a token, of the recorded assistant turns after the first",
@@ -153,8 +147,12 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
             lines.append(
                 f"| {label} | {len(rows)} | {right:.2f} [{low:.2f}, {high:.2f}] | {wrong:.2f} | {margin:+.2f} |"
             )
-    table = "\n".join(lines) + "\n"
-    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
-    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "table.md").write_text(table)
+    table: str = published(
+        folder,
+        "Recorded tool calls through a memory, SmolLM2-135M-Instruct",
+        lines,
+        figures,
+        command=command,
+        seed=seed,
+    )
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from contextmem.evals.bootstrap import clustered_interval, mean_interval
 from contextmem.evals.distractor_qa.build import LENGTHS
 from contextmem.evals.distractor_qa.measure import METHODS
-from contextmem.evals.environment import environment
+from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 
 __all__ = ["summary", "write_report"]
@@ -35,14 +34,8 @@ def write_report(
     Args:
         counts: questions by "data set: step", by length.
     """
-    figures, used = summary(log), {**environment(), "dtype": dtype}
-    record = {"command": command, "seed": seed, "environment": used, "filter": counts, "figures": figures}
-    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+    figures = summary(log)
     lines = [
-        "# Distractor QA on SmolLM2-135M-Instruct",
-        "",
-        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
-        "",
         "A misleading passage stands among the documents of a question and is retracted. Counted are insertions with which",
         "the model answers wrongly, and rightly once the rest was recomputed without it. `contained`: an accepted answer",
         "stands in the model's sentence, word by word; its share is that of the gap between contaminated and recomputed",
@@ -62,8 +55,10 @@ def write_report(
         "|---|---|---|",
     ]
     lines += [f"| {length} | {step} | {n} |" for length, steps in counts.items() for step, n in sorted(steps.items())]
-    table = "\n".join(lines) + "\n"
-    (folder / "table.md").write_text(table)
+    recorded = {**figures, "filter": counts}
+    table: str = published(
+        folder, "Distractor QA on SmolLM2-135M-Instruct", lines, recorded, command=command, seed=seed, dtype=dtype
+    )
     _plot(figures, folder / "plot.png")
     return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -16,7 +15,7 @@ from llama_index.core import Document, VectorStoreIndex
 
 from contextmem import ContextMemory
 from contextmem.errors import InvalidInput
-from contextmem.evals.environment import environment
+from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.integrations.llama_index import ContextMemoryQueryEngine, SentenceEmbedding
 from contextmem.loading import load_pretrained
@@ -154,12 +153,7 @@ def _contains(text: str, answer: str) -> bool:
 
 
 def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int) -> str:
-    used = environment()
     lines = [
-        "# A LlamaIndex query engine over one memory, SmolLM2-135M-Instruct",
-        "",
-        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
-        "",
         f"A `VectorStoreIndex` over {n_passages} passages; questions about one article come one after the other.",
         "`one memory`: nodes stay prefilled; when the context is full, those retrieved longest ago are forgotten.",
         "`a new one`: a new memory for every query.",
@@ -208,8 +202,12 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int)
         "|" + "---|" * len(heads),
         "| " + " | ".join(cells) + " |",
     ]
-    table = "\n".join(lines) + "\n"
-    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
-    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "table.md").write_text(table)
+    table: str = published(
+        folder,
+        "A LlamaIndex query engine over one memory, SmolLM2-135M-Instruct",
+        lines,
+        figures,
+        command=command,
+        seed=seed,
+    )
     return table

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from contextmem.evals.bootstrap import mean_interval
-from contextmem.evals.environment import environment
+from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler.base import NEEDLE_FAMILY, TASKS
 from contextmem.evals.ruler.measure import FULL
@@ -66,14 +65,7 @@ def _order(method: str) -> tuple[str, float, str]:
 def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> str:
     """Write metrics.json, table.md and plot.png; returns the table."""
     figures = summary(log)
-    used = {**environment(), "dtype": dtype}
-    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
-    (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
     lines = [
-        "# RULER-style tasks on a compacted memory",
-        "",
-        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
-        "",
         "The context is compacted before the question is known; `@` is the part of its key-value pairs that is kept,",
         "restore slots included. Score: share of the expected strings found in the answer. Tables hold tasks that the full",
         f"cache does (mean score of at least {_CAN_DO}), over the cases in which it scores at all; `Full cache` tells its",
@@ -82,8 +74,9 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str)
     ]
     for size, one in figures.items():
         lines += ["", f"## {int(size):,} tokens", "", *_full_table(one), "", *_table(one)]
-    table = "\n".join(lines) + "\n"
-    (folder / "table.md").write_text(table)
+    table: str = published(
+        folder, "RULER-style tasks on a compacted memory", lines, figures, command=command, seed=seed, dtype=dtype
+    )
     _plot(figures, folder / "plot.png")
     return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from contextmem.cache import SpanCache
 from contextmem.codec import Codec
 from contextmem.errors import InvalidInput
 from contextmem.evals.bootstrap import mean_interval
-from contextmem.evals.environment import environment
+from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.framing import framing_of
 from contextmem.loading import load_pretrained
@@ -141,14 +140,7 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> s
                     "logprob": mean(row["logprob"] for row in rows),
                     "margin": mean(row["margin"] for row in rows),
                 }
-    used = {**environment(), "dtype": dtype}
-    record = {"command": command, "seed": seed, "environment": used, "figures": figures}
-    (folder / "metrics.json").write_text(json.dumps(record, indent=1))
     lines = [
-        "# Span-neighbour accuracy on SmolLM2-135M-Instruct",
-        "",
-        f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
-        "",
         "A foreign chunk of 10 to 300 tokens in a document of 320 to 900 is erased; the model then recites 8 tokens after",
         "32 given ones. `before`: the given ones end at the gap, so the target crosses it; `after`: they begin at the gap;",
         "`elsewhere`: anywhere else. Accuracy is over samples that the model gets right without the chunk (n); brackets:",
@@ -165,6 +157,13 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> s
             for anchor in ANCHORS
         ]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    table = "\n".join(lines) + "\n"
-    (folder / "table.md").write_text(table)
+    table: str = published(
+        folder,
+        "Span-neighbour accuracy on SmolLM2-135M-Instruct",
+        lines,
+        figures,
+        command=command,
+        seed=seed,
+        dtype=dtype,
+    )
     return table
