@@ -246,6 +246,14 @@ def test_samples_of_a_pool_come_again(layout: Layout) -> None:
     assert samples[1] == samples[4] and samples[1] != samples[2] and len(samples) == 7
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_share_of_needles_is_in_rulers_wording(layout: Layout, share: float) -> None:
+    source = NiahSource(PROSE, sizes=((512, 1.0),), share_ruler=share)
+    questions = [text_of(layout, source.sample(layout, random.Random(seed)).erasures[0].question) for seed in range(24)]
+    n_ruler = sum("special magic number" in question for question in questions)
+    assert n_ruler == 24 if share else n_ruler < 8
+
+
 def test_a_lone_needle_leaves_no_answer(layout: Layout) -> None:
     sample = NiahSource(PROSE, sizes=((1024, 1.0),), share_lone=1.0).sample(layout, random.Random(0))
     assert len(sample.erasures) == 2

@@ -54,6 +54,7 @@ class TrainingPlan(Plan):
         easy, sharpness: see `EraserObjective`.
         qa_share: share of distractor QA among the contexts of stage 2.
         recall_share: share of span-neighbour samples among the contexts of stage 2.
+        ruler_share: share of needle contexts in RULER's wording, see `NiahSource`.
         sizes: (tokens, weight) of needle contexts.
         max_span_tokens: longest span that the eraser will take; spans of up to 300 tokens are trained.
         save_steps: optimizer steps between checkpoints.
@@ -79,6 +80,7 @@ class TrainingPlan(Plan):
     sharpness: float = 1.0
     qa_share: float = 0.2
     recall_share: float = 0.15
+    ruler_share: float = 0.0
     sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
     max_span_tokens: int = 512
     save_steps: int = 25
@@ -175,7 +177,12 @@ def _sources(plan: TrainingPlan) -> dict[str, Source]:
     prose = prose_of(*plan.text, part=None if plan.text else TRAIN)
     sources: dict[str, Source] = {
         "span_neighbour": SpanNeighbourSource(prose),
-        "niah": NiahSource(prose, sizes=plan.sizes, share_lone=_SHARE_LONE if plan.target == "teacher" else 0.0),
+        "niah": NiahSource(
+            prose,
+            sizes=plan.sizes,
+            share_lone=_SHARE_LONE if plan.target == "teacher" else 0.0,
+            share_ruler=plan.ruler_share,
+        ),
     }
     if plan.qa:
         sources["distractor_qa"] = DistractorQaSource(questions_of(*plan.qa))

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 from contextmem.training.haystack import cut, haystack
 from contextmem.training.layout import Layout
-from contextmem.training.needles import EVALUATED_FORMS, TRAIN_FORMS, Needle, new_key, new_value
+from contextmem.training.needles import RULER, TRAIN_FORMS, Needle, new_key, new_value
 from contextmem.training.prose import Prose
 from contextmem.training.samples.base import Erasure, Sample, register
 
 __all__ = ["NiahSource"]
 
 _SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX, _SHARE_LED_IN = 0.5, 0.3, 0.5, 0.3
-_FORMS = (*TRAIN_FORMS, *EVALUATED_FORMS, *EVALUATED_FORMS)  # the usual wordings more often
 _LEAD_INS = (
     "Note: ",
     "Update: ",
@@ -39,19 +38,22 @@ class NiahSource:
         sizes: (tokens, weight) pairs; a size is drawn between 0.6 and 1 times one of them.
         longest_span: most tokens of an erased span, which is a needle alone or in a passage of its own.
         share_lone: share of contexts with one needle, whose erasure leaves no answer; for the target "teacher".
+        share_ruler: share of contexts in RULER's wording, with values of five digits and more; the others take any wording.
     """
 
     prose: Prose
     sizes: tuple[tuple[int, float], ...] = ((512, 0.5), (1024, 0.3), (2048, 0.12), (4096, 0.08))
     longest_span: int = 300
     share_lone: float = 0.0
+    share_ruler: float = 0.0
     name: str = "niah"
 
     def sample(self, layout: Layout, rng: random.Random) -> Sample:
         size = rng.choices([s for s, _ in self.sizes], weights=[w for _, w in self.sizes])[0]
         n_tokens = int(rng.uniform(0.6, 1.0) * size)
-        form, key = rng.choice(_FORMS), new_key(rng)
-        digits = rng.choice((2, 3, 4, 5, 5, 5, 6, 7))
+        form, digits, key = rng.choice(TRAIN_FORMS), rng.choice((2, 3, 4, 5, 5, 5, 6, 7)), new_key(rng)
+        if rng.random() < self.share_ruler:
+            form, digits = RULER, rng.choice((5, 5, 5, 6, 7))
         first, second = (Needle(form, key, new_value(rng, digits)) for _ in range(2))
         if second.value == first.value:
             second = Needle(form, key, str(int(first.value) + 1))
