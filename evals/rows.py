@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,20 @@ class RowLog:
         settings: what every row depends on.
         variants: what the rows of one method depend on beside that, such as the weights it runs with. Rows of that method
             that were measured with another variant are dropped here, so that they are measured again and the rest is kept.
+        timed: kinds of rows that hold times alone, which do not depend on variants.
 
     Raises:
         InvalidInput: the rows that are there were measured with other `settings`, which would mix two things in one table.
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any] | None = None, variants: Mapping[str, str | None] | None = None
+        self,
+        path: Path,
+        settings: Mapping[str, Any] | None = None,
+        variants: Mapping[str, str | None] | None = None,
+        timed: Collection[str] = (),
     ) -> None:
-        self.path, self._variants = path, dict(variants or {})
+        self.path, self._variants, self._timed = path, dict(variants or {}), set(timed)
         path.parent.mkdir(parents=True, exist_ok=True)
         if settings is not None:
             _bind(path.with_name("settings.json"), dict(settings))
@@ -41,6 +46,8 @@ class RowLog:
             rest.replace(path)
 
     def _is_current(self, row: Mapping[str, Any]) -> bool:
+        if row.get("kind") in self._timed:
+            return True
         return row["method"] not in self._variants or row.get("variant") == self._variants[row["method"]]
 
     def has(self, sample: str, method: str) -> bool:

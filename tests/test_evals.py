@@ -59,6 +59,9 @@ class TestRows:
         assert later.n_dropped == 1 and later.has("a", "recompute") and not later.has("a", "kveraser")
         later.add("a", "kveraser", score=1)
         assert RowLog(tmp_path / "rows.jsonl", {}, {"kveraser": "new"}).rows == later.rows
+        later.add("b", "kveraser", kind="latency", seconds=1.0)
+        newest = RowLog(tmp_path / "rows.jsonl", {}, {"kveraser": "newest"}, timed=("latency",))
+        assert [row["id"] for row in newest.of(method="kveraser")] == ["b"]
 
 
 def test_every_removing_method_is_evaluated() -> None:

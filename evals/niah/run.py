@@ -71,7 +71,7 @@ def run(
         "seed": seed,
     }
     learned = dict.fromkeys(("kveraser", "kveraser+cascade"), named.fingerprint if named is not None else None)
-    log = RowLog(folder / "rows.jsonl", settings, learned)
+    log = RowLog(folder / "rows.jsonl", settings, learned, timed=("latency",))
     if log.n_dropped:
         say(f"{log.n_dropped} rows of another eraser were dropped and are measured again")
     if named is None:
