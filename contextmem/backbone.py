@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from contextmem.attention import implementation_of, switched
+from contextmem.attention import switched
 from contextmem.cache import SpanCache
 from contextmem.errors import InvalidInput, OutOfMemory, UnsupportedEdit
 from contextmem.ragged import RaggedCache
@@ -28,7 +28,6 @@ __all__ = ["Backbone"]
 # Tokens a forward during prefill. Over a cached prefix chunks beat one pass, which needs a mask as wide as the context; into
 # an empty cache one pass needs no mask and is a little faster as long as it is short.
 CHUNK, FIRST_CHUNK = 1024, 4096
-MOST_FOLDED = 128  # tokens up to which attention over a cache is folded; measured, level with stock beyond
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _REGIME_ROPES = {"dynamic", "longrope"}  # frequencies depend on the context length
@@ -143,7 +142,7 @@ class Backbone:
     def _run(self, fed: Mapping[str, Tensor], n: int, cache: SpanCache, all_logits: bool = False) -> Tensor:
         before = cache.n_slots
         positions = torch.arange(cache.next_position, cache.next_position + n, device=self.device).unsqueeze(0)
-        with self.lock, torch.no_grad(), _inference_mode(self.core), self._attention_over(cache, n):
+        with self.lock, torch.no_grad(), _inference_mode(self.core), self._attention_over(cache):
             if "dynamic" in self.rope_types:
                 _reset_dynamic_rope(self.core)
             output = self.core(
@@ -249,20 +248,9 @@ class Backbone:
         self.forward([min(5, self.core.config.get_text_config().vocab_size - 1)], cache)
         return cache
 
-    def _attention_over(self, cache: SpanCache, n_new: int) -> contextlib.AbstractContextManager[None]:
+    def _attention_over(self, cache: SpanCache) -> contextlib.AbstractContextManager[None]:
         """What a forward over this kind of cache runs in; a ragged one computes its attention and masks itself."""
-        if isinstance(cache, RaggedCache):
-            return switched(self.core, masked=False)
-        if 1 < n_new <= MOST_FOLDED and cache.n_slots and self._may_fold:
-            return switched(self.core, folded=True)
-        return contextlib.nullcontext()
-
-    @property
-    def _may_fold(self) -> bool:
-        """Whether query heads share KV heads, in sdpa attention."""
-        config = self.core.config.get_text_config(decoder=True)
-        n_kv_heads = getattr(config, "num_key_value_heads", None)
-        return n_kv_heads not in (None, config.num_attention_heads) and implementation_of(self.core) == "sdpa"
+        return switched(self.core, masked=False) if isinstance(cache, RaggedCache) else contextlib.nullcontext()
 
     @property
     def windows(self) -> list[int | None]:
@@ -290,7 +278,7 @@ class Backbone:
 
     def _as_attention_mask(self, allowed: Tensor) -> Tensor:
         """A (1, 1, n_new, n_slots) mask in the form the attention implementation reads."""
-        implementation = implementation_of(self.core)
+        implementation = self.core.config._attn_implementation.removeprefix("contextmem-")
         mask = allowed[None, None].to(self.device)
         if implementation == "sdpa":
             return mask
