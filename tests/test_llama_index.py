@@ -286,7 +286,10 @@ class TestRetraction:
         again = engine.query("what?")
         assert again.metadata["retracted"] == [gone] == again.metadata["new"]
         assert gone in ids(again.source_nodes)
+        assert gone in ids(again.source_nodes)
         assert engine.query("what?").metadata["retracted"] == []
+        memory.retract(gone, method="recompute", reason="made room for other nodes")
+        assert not engine.bridge.is_retracted(gone)  # the wish ended when it was put in again
 
     def test_a_forgotten_node_can_be_retracted(self, llama_memory: Make) -> None:
         memory = llama_memory()

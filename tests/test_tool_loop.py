@@ -309,6 +309,7 @@ class TestFormats:
                 "<|im_start|>tools\\n' }}{%- if true %}",
             ),
             ('"arguments": ', '"parameters": '),
+            ("<|im_start|>user\\n<tool_response>", "<|im_start|>tool\\n<tool_response>"),
         ):
             tokenizer = tiny_tokenizer()
             tokenizer.chat_template = QWEN_LIKE.replace(old, new)
@@ -403,11 +404,14 @@ class TestWhole:
 
     @pytest.mark.parametrize("free", [20, 60, 120, 200, 320])
     def test_a_context_that_is_nearly_full(self, free: int) -> None:
-        loop = loop_of(Files().tools, [READ_A] * 3, max_new_tokens=40)
+        runs: list[str] = []
+        counted = Tool.of(lambda path: runs.append(path) or "done", name="read", writes=("file:{path}",))
+        loop = loop_of([counted], [READ_A] * 3, max_new_tokens=40)
         loop.memory.append("x" * (loop.memory.context_length - loop.memory.next_position - free - 10))
         report = loop.run("t")
         assert report.finish_reason in ("context_length", "length", "answer")
         self.assert_whole(loop)
+        assert len(runs) == len(pairs_of(loop.memory)) == report.n_calls  # what was done is told
 
     def test_an_effect_whose_result_is_withheld_has_happened(self) -> None:
         def send(to: str) -> str:

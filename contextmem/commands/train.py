@@ -12,31 +12,42 @@ from contextmem.commands.options import EMBEDDED, ModelOption, clean_errors, ext
 
 __all__ = ["train"]
 
+OutOption = Annotated[
+    Path, typer.Option("--out", help="Folder for checkpoints, loss curve and result; a stopped run goes on.")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with the settings of a plan; flags go before it.")
+]
+WeightsOption = Annotated[str, typer.Option("--dtype", help="Type of the frozen model's weights.")]
+BackgroundOption = Annotated[list[str] | None, typer.Option("--text", help="Files or folders of background text.")]
+QuestionsOption = Annotated[
+    list[str] | None, typer.Option("--qa", help="JSONL files, or Hugging Face datasets, of questions with documents.")
+]
+StartOption = Annotated[str | None, typer.Option("--start", help="Folder or hub id of weights to train on.")]
+RankOption = Annotated[int | None, typer.Option("--rank", help="Of the LoRA matrices.")]
+SeedOfRunOption = Annotated[int | None, typer.Option("--seed", help="Of initial weights and samples.")]
+
 train = typer.Typer(no_args_is_help=True, help="Train the learned parts for a model.")
 
 
 @train.command("eraser")
 def train_eraser(
-    out: Annotated[
-        Path, typer.Option(help="Folder for checkpoints, loss curve and the eraser; a stopped run goes on.")
-    ],
+    out: OutOption,
     model: ModelOption = EMBEDDED,
-    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a TrainingPlan.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the frozen model's weights.")] = "bfloat16",
-    text: Annotated[list[str] | None, typer.Option(help="Files or folders of background text.")] = None,
-    qa: Annotated[
-        list[str] | None, typer.Option(help="JSONL files, or Hugging Face datasets, for distractor QA.")
-    ] = None,
-    start: Annotated[str | None, typer.Option(help="Folder or hub id of an eraser to train on.")] = None,
+    config: ConfigOption = None,
+    dtype: WeightsOption = "bfloat16",
+    text: BackgroundOption = None,
+    qa: QuestionsOption = None,
+    start: StartOption = None,
     adapter: Annotated[str | None, typer.Option(help="lora or full.")] = None,
     target: Annotated[str | None, typer.Option(help="teacher or answer: what the loss compares with.")] = None,
     conditioning: Annotated[str | None, typer.Option(help="prefix, none, query or suffix.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Of the LoRA matrices.")] = None,
+    rank: RankOption = None,
     stage1_steps: Annotated[int | None, typer.Option(help="Optimizer steps of span-neighbour pre-training.")] = None,
     stage2_steps: Annotated[int | None, typer.Option(help="Optimizer steps on needles and distractors.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of stage 1.")] = None,
     stage2_lr: Annotated[float | None, typer.Option(help="Peak learning rate of stage 2.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights and samples.")] = None,
+    seed: SeedOfRunOption = None,
 ) -> None:
     """Train an eraser in two stages; stop it at any time and start it again to go on."""
     with clean_errors(), extra("train"):
@@ -64,23 +75,19 @@ def train_eraser(
 
 @train.command("restorer")
 def train_restorer(
-    out: Annotated[
-        Path, typer.Option(help="Folder for checkpoints, loss curve and the restorer; a stopped run goes on.")
-    ],
+    out: OutOption,
     model: ModelOption = EMBEDDED,
-    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a RestorerPlan.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the frozen model's weights.")] = "bfloat16",
-    text: Annotated[list[str] | None, typer.Option(help="Files or folders of background text.")] = None,
-    qa: Annotated[
-        list[str] | None, typer.Option(help="JSONL files, or Hugging Face datasets, of questions with documents.")
-    ] = None,
-    start: Annotated[str | None, typer.Option(help="Folder or hub id of a restorer to train on.")] = None,
+    config: ConfigOption = None,
+    dtype: WeightsOption = "bfloat16",
+    text: BackgroundOption = None,
+    qa: QuestionsOption = None,
+    start: StartOption = None,
     evictor: Annotated[str | None, typer.Option(help="What chooses the slots that stay.")] = None,
     n: Annotated[int | None, typer.Option(help="Restore slots.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Of the LoRA matrices.")] = None,
+    rank: RankOption = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of the LoRA matrices.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights and samples.")] = None,
+    seed: SeedOfRunOption = None,
 ) -> None:
     """Train a restorer; stop it at any time and start it again to go on."""
     with clean_errors(), extra("train"):

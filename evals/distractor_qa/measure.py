@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ METHODS = ("recompute", "none", *(method for method in COMPARED if method != "re
 _N_COMPARED = 8  # first tokens of the answer whose distributions are compared
 
 
+@dataclass(frozen=True)
+class _Answered:
+    """An edited memory, its greedy answer, and seconds to edit, to read the question and to generate."""
+
+    memory: ContextMemory
+    edit_s: float
+    ids: list[int]
+    query_s: float
+    decode_s: float
+
+
 def measure_case(
     new_memory: Callable[[], ContextMemory], case: Case, methods: Sequence[str], log: RowLog
 ) -> dict[str, str]:
@@ -35,20 +47,22 @@ def measure_case(
     memory = new_memory()
     inserted = filled(memory, case)
     prompt = _prompt(memory, case)
-    never_saw = unshared_fork(memory)
-    never_saw.retract(inserted.id, method="recompute")
-    reference_ids, _, _, _ = _answer(never_saw, prompt)
-    reference = _rows(never_saw, prompt, reference_ids[:_N_COMPARED])
-    contaminated = _text(memory, _answer(unshared_fork(memory), prompt)[0])
-    answers: dict[str, str] = {}
-    for method in missing:
-        edited = unshared_fork(memory)
-        edit_s = 0.0
+
+    def by(method: str) -> _Answered:
+        edited, edit_s = unshared_fork(memory), 0.0
         if method != "none":
             edit_s = edited.retract(inserted.id, method=method).seconds or 0.0
-        ids, query_s, decode_s, n_decoded = _answer(edited, prompt)
-        text = answers[method] = _text(memory, ids)
-        told = _rows(edited, prompt, reference_ids[:_N_COMPARED])
+        return _Answered(edited, edit_s, *_answer(edited, prompt))
+
+    known = {"recompute": by("recompute"), "none": by("none")}
+    compared = known["recompute"].ids[:_N_COMPARED]
+    reference = _rows(known["recompute"].memory, prompt, compared)
+    contaminated = _text(memory, known["none"].ids)
+    answers: dict[str, str] = {}
+    for method in missing:
+        one = known.get(method) or by(method)
+        text = answers[method] = _text(memory, one.ids)
+        told = _rows(one.memory, prompt, compared)
         right = contains(text, case.answers)
         log.add(
             case.id,
@@ -62,11 +76,11 @@ def measure_case(
             f1=round(f1(text, case.answers), 4),
             outcome="right" if right else _failure(text, case, contaminated),
             kl=round(float((reference.exp() * (reference - told)).sum(-1).mean()), 5),
-            seconds=round(edit_s + query_s + decode_s, 4),
-            edit_s=round(edit_s, 4),
-            query_s=round(query_s, 4),
-            decode_s=round(decode_s, 4),
-            decoded=n_decoded,
+            seconds=round(one.edit_s + one.query_s + one.decode_s, 4),
+            edit_s=round(one.edit_s, 4),
+            query_s=round(one.query_s, 4),
+            decode_s=round(one.decode_s, 4),
+            decoded=len(one.ids),
             tokens=memory.seq_length,
             span=inserted.n_tokens,
             suffix=memory.seq_length - inserted.stop,
@@ -86,8 +100,8 @@ def _prompt(memory: ContextMemory, case: Case) -> tuple[int, ...]:
     return (*asked, *memory._framing.answer_open)
 
 
-def _answer(memory: ContextMemory, prompt: Sequence[int]) -> tuple[list[int], float, float, int]:
-    """Greedy ids, seconds to read the question and to generate, and tokens generated."""
+def _answer(memory: ContextMemory, prompt: Sequence[int]) -> tuple[list[int], float, float]:
+    """Greedy ids, and seconds to read the question and to generate."""
     backbone, cache = memory.backbone, memory.past_key_values
     started = time.perf_counter()
     logits = backbone.prefill(prompt, cache)
@@ -101,7 +115,7 @@ def _answer(memory: ContextMemory, prompt: Sequence[int]) -> tuple[list[int], fl
         ids.append(token)
         logits = backbone.forward([token], cache)
     cache.release()
-    return ids, query_s, time.perf_counter() - started, len(ids)
+    return ids, query_s, time.perf_counter() - started
 
 
 def _rows(memory: ContextMemory, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:

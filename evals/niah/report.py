@@ -70,7 +70,10 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str)
     figures, used = summary(log), {**environment(), "dtype": dtype}
     record = {"command": command, "seed": seed, "environment": used, **figures}
     (folder / "metrics.json").write_text(json.dumps(record, indent=1))
-    table = "\n".join([*_head(used, command, seed, _threads(log, "direct")), *_body(figures)]) + "\n"
+    noted = folder / "conditions.md"  # by hand: what a reader must know about how the rows were measured
+    conditions = noted.read_text().splitlines() if noted.exists() else []
+    head = _head(used, command, seed, _threads(log, "direct"), conditions)
+    table = "\n".join([*head, *_body(figures)]) + "\n"
     (folder / "table.md").write_text(table)
     _plot(log, figures, folder / "plot.png")
     return table
@@ -145,7 +148,7 @@ def _threads(log: RowLog, kind: str) -> str:
     return " or ".join(sorted({str(row["threads"]) for row in log.of(kind=kind)}))
 
 
-def _head(used: Mapping[str, str], command: str, seed: int, threads: str) -> list[str]:
+def _head(used: Mapping[str, str], command: str, seed: int, threads: str, conditions: Iterable[str]) -> list[str]:
     return [
         "# Erasing NIAH on SmolLM2-135M-Instruct",
         "",
@@ -155,6 +158,8 @@ def _head(used: Mapping[str, str], command: str, seed: int, threads: str) -> lis
         "answer is its first integer; the answer's beginning is given. Brackets: 95 % bootstrap intervals; n: samples.",
         "The texts were not in training; the two wordings were among its twelve.",
         f"Seconds in the rows of exact match and in the plot: {threads} thread{'' if threads == '1' else 's'}.",
+        "Rows add up over runs; the command is the last one's.",
+        *conditions,
     ]
 
 
@@ -306,7 +311,7 @@ def _plot(log: RowLog, figures: dict[str, Any], path: Path) -> None:
             )
         _sized(axis, table, f"exact match, {needle} needle erased")
         axis.set(ylim=(-0.03, 1.03))
-    axes[0][0].legend(fontsize=8, ncols=2)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, ncols=len(METHODS), loc="outside lower center")
     left, right = axes[1]
     for method in METHODS:
         points = [(size, row[method]["seconds"]) for size, row in figures["seconds"].items() if method in row]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from llama_index.core import Document, VectorStoreIndex
 
 from contextmem import ContextMemory
 from contextmem.errors import InvalidInput
+from contextmem.evals.distractor_qa.scoring import contains
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.integrations.llama_index import ContextMemoryQueryEngine, SentenceEmbedding
@@ -93,7 +93,7 @@ def _queried(engine: ContextMemoryQueryEngine, question: Question, name: str, me
     counts = {key: response.metadata[key] for key in ("tokens_reused", "tokens_prefilled", "prompt_tokens")}
     nodes = {f"n_{key}": len(response.metadata[key]) for key in ("new", "resident", "forgotten")}
     if not log.has(name, method):
-        right = int(_contains(response.response, question.answer))
+        right = int(contains(response.response, [question.answer]))
         log.add(name, method, score=right, seconds=round(seconds, 3), **counts, **nodes)
 
 
@@ -127,13 +127,13 @@ def _plant(
     log.add(
         f"{_PLANTED}-{number}",
         _PLANTED,
-        score=int(_contains(after.response, question.answer)),
+        score=int(contains(after.response, [question.answer])),
         seconds=round(seconds, 3),
         retrieved=int(is_retrieved),
-        right_without=int(_contains(clean, question.answer)),
-        right_with=int(_contains(misled.response, question.answer)),
-        wrong_with=int(_contains(misled.response, wrong)),
-        wrong_after=int(_contains(after.response, wrong)),
+        right_without=int(contains(clean, [question.answer])),
+        right_with=int(contains(misled.response, [question.answer])),
+        wrong_with=int(contains(misled.response, [wrong])),
+        wrong_after=int(contains(after.response, [wrong])),
         same_again=int(again.response == after.response),
         put_in_again=len(again.metadata["new"]) if is_retrieved else 0,
         erased_by=method,
@@ -144,12 +144,6 @@ def _other_answer(question: Question, asked: Sequence[Question], rng: random.Ran
     others = [q.answer for q in asked if q.answer.lower() not in question.supporting.lower()]
     alike = [a for a in others if any(map(str.isdigit, a)) == any(map(str.isdigit, question.answer))]
     return rng.choice(alike or others)
-
-
-def _contains(text: str, answer: str) -> bool:
-    """Whether the words of `answer` stand in `text` one after the other."""
-    words, wanted = (re.findall(r"\w+", t.lower()) for t in (text, answer))
-    return any(words[i : i + len(wanted)] == wanted for i in range(len(words) - len(wanted) + 1))
 
 
 def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int) -> str:

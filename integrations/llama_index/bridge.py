@@ -75,7 +75,7 @@ class NodeBridge:
         self.memory, self.block_retracted, self._separator = memory, block_retracted, separator
         self._last_seen: dict[str, int] = {}  # when a node was last retrieved
         self._clock = 0
-        self._unwanted: set[str] = set()  # nodes and documents that were retracted when nothing of them was there
+        self._unwanted: set[str] = set()  # nodes and documents that were retracted through this bridge
 
     def resident(self) -> dict[str, Segment]:
         """Live segments of nodes by node id, in slot order."""
@@ -141,6 +141,7 @@ class NodeBridge:
         except BaseException:
             self.memory.restore(mark)
             raise
+        self._unwanted -= set(texts)  # put in again, if they were wished away
         used = {node.node.node_id for node in wanted}
         return Inserted(
             nodes=tuple(node for node in _once(nodes) if node.node.node_id in used),
@@ -151,9 +152,10 @@ class NodeBridge:
 
     def _sorted(self, nodes: Sequence[NodeWithScore], residents: dict[str, Segment]) -> dict[str, list[NodeWithScore]]:
         found: dict[str, list[NodeWithScore]] = {"new": [], "resident": [], "retracted": [], "empty": []}
+        unwanted = self._wished_away() | self._unwanted
         for node in _once(nodes):
             name = node.node.node_id
-            was_retracted = self.is_retracted(name, node.node.ref_doc_id)
+            was_retracted = name not in residents and not unwanted.isdisjoint((name, node.node.ref_doc_id))
             if was_retracted:
                 found["retracted"].append(node)
             if not self._text(node).strip():

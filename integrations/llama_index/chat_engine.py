@@ -94,7 +94,7 @@ class ContextMemoryChatEngine(BaseChatEngine):
                 self.memory.restore(mark)
                 raise
         metadata = {
-            "tokens_reused": answer.tokens_reused - nodes.n_tokens,
+            "tokens_reused": max(0, answer.tokens_reused - nodes.n_tokens),
             "tokens_prefilled": answer.tokens_prefilled + nodes.n_tokens,
             "retracted": list(nodes.retracted),
         }

@@ -1,8 +1,8 @@
 """How tools are told to the model, and how calls and results look in the context.
 
-A model whose chat template knows tools is told of them in its own words, calls in its own markup, and reads results in its
-own wrapper, inside the user turn. Any other gets a plain format: the tools in the system text, every call one JSON object,
-every result a line in the user turn.
+A model whose chat template tells of tools in the system turn and puts results into a user turn is told of them in its own
+words, calls in its own markup, and reads results in its own wrapper. Any other gets a plain format: the tools in the system
+text, every call one JSON object, every result a line in the user turn.
 """
 
 from __future__ import annotations
@@ -160,11 +160,10 @@ def _wrappers(ours: tuple[str, str, str], theirs: tuple[str, str, str], told: st
     except ValueError:
         return None
     rest = said[stop:]
-    if closed in rest:  # the result stands in a user turn
-        call_close, _, result_open = rest.partition(closed)
-        result_close = ours[2].removesuffix(theirs[2])
-    else:  # in a turn of its own, which we do not open: the plain result, in the user turn
-        call_close, result_open, result_close = rest.partition(closed)[0], "Result of {name}: ", "\n"
+    if closed not in rest:
+        return None  # the result stands in a turn of its own, which a memory does not open
+    call_close, _, result_open = rest.partition(closed)
+    result_close = ours[2].removesuffix(theirs[2])
     if _NAME in result_open + result_close:
         result_open, result_close = (part.replace(_NAME, "{name}") for part in (result_open, result_close))
     return ToolFormat(told, said[:start], call_close, result_open, result_close, is_native=True)

@@ -20,6 +20,7 @@ __all__ = ["RunReport", "ToolLoop"]
 _DEFAULT = ("refuse_oversize", "collapse_repeats", "retract_failed", "supersede_reads")
 _FINAL = "final_answer"
 _FRAMES = 64  # tokens kept for the frames of a turn
+_HUGE = 10**9  # tokens of a result, to see how long the stub is that names them
 
 
 def _final_answer(answer: str) -> str:
@@ -150,6 +151,7 @@ class ToolLoop:
             report.answer = str(called[1]["answer"])
             return "answer"
         assert answer.segment is not None
+        self._check_stub(self.tools[called[0]])
         has_worked, changes = self._called(answer.segment, *called, report)
         report.changes += changes
         barred.clear()
@@ -205,7 +207,7 @@ class ToolLoop:
     ) -> tuple[Segment, Outcome, list[Change]]:
         mark = self.memory.checkpoint()
         try:
-            self._check_room(chosen, outcome)
+            self._check_room(chosen, outcome, self._max_new_tokens)  # for the next call, so that the run can go on
             result = self._put(call, chosen, arguments, outcome)
         except ContextOverflow as error:
             outcome = oversize(error.needed, error.available, outcome.is_error)
@@ -223,10 +225,14 @@ class ToolLoop:
                 return self._put(call, chosen, arguments, outcome), outcome, [change]
         return result, outcome, []
 
-    def _check_room(self, chosen: Tool, outcome: Outcome) -> None:
-        """Leave room for the next call, so that the run can go on."""
+    def _check_stub(self, chosen: Tool) -> None:
+        """Run no tool, which may change something, whose result could not be told even as a stub."""
+        self._check_room(chosen, oversize(_HUGE, _HUGE, is_error=False), reserve=0)
+
+    def _check_room(self, chosen: Tool, outcome: Outcome, reserve: int) -> None:
+        """That a result fits, and `reserve` tokens after it."""
         needed = self.memory.count_tokens(self.format.result(chosen.name, outcome.text))
-        available = self.memory.context_length - self.memory.next_position - self._max_new_tokens - _FRAMES
+        available = self.memory.context_length - self.memory.next_position - reserve - _FRAMES
         if needed > available:
             raise ContextOverflow(
                 f"a result of {needed:,} tokens exceeds the {available:,} left of the context length.",
