@@ -10,7 +10,7 @@ import copy
 import hashlib
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from contextmem.errors import IdentityMismatch, UnsupportedEdit
+from contextmem.errors import IdentityMismatch, InvalidInput, UnsupportedEdit
 
 __all__ = ["Adapter", "FullCopy", "LoraAdapter", "StoredLora", "default_targets"]
 
@@ -103,6 +103,22 @@ class LoraAdapter:
             tensor.copy_(weights[name])
         adapter._module.eval().requires_grad_(False)
         return adapter
+
+    def widened(self, core: Any, targets: Sequence[str]) -> LoraAdapter:
+        """The same with matrices on more modules of `core`, freshly initialised: it computes what this one does.
+
+        Raises:
+            InvalidInput: a module that is adapted now is not among `targets`.
+        """
+        config = copy.deepcopy(self._shadow.peft_config[_NAME])
+        if missing := sorted(set(config.target_modules) - set(targets)):
+            raise InvalidInput(f"targets leave out {missing[0]!r}, which the adapter has: name it as well.")
+        config.target_modules = set(targets)
+        wider = LoraAdapter.untrained(core, config)
+        for name, tensor in wider.weights.items():
+            if name in self.weights:
+                tensor.copy_(self.weights[name])
+        return wider
 
     @property
     def module(self) -> nn.Module:

@@ -50,6 +50,12 @@ def tiny_tokenizer_kept(made: list[Any] = []) -> Any:  # noqa: B006  (one tokeni
     return made[0]
 
 
+def _trained(model: Any, plan: TrainingPlan, folder: Path) -> Path:
+    """The weights' file of an eraser that was trained into `folder`."""
+    train_eraser(model, tiny_tokenizer_kept(), plan, folder)
+    return folder / "eraser/adapter_model.safetensors"
+
+
 def text_of(layout: Layout, ids: Any) -> str:
     return layout.codec.decode(list(ids))
 
@@ -367,6 +373,23 @@ class TestTrainer:
         assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
         with pytest.raises(IdentityMismatch):
             train_eraser(build(tiny_config("llama"), seed=9), tiny_tokenizer_kept(), more, tmp_path / "third")
+
+    def test_an_eraser_is_trained_on_with_more_targets(self, tmp_path: Path) -> None:
+        """It begins as what it was; matrices that were there go on, new ones are trained beside them."""
+        train_eraser(self.model(), tiny_tokenizer_kept(), TrainingPlan(**self.PLAN), tmp_path / "first")
+        narrow = load_file(tmp_path / "first/eraser/adapter_model.safetensors")
+        targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj")
+        more = dict(start=str(tmp_path / "first/eraser"), stage1_steps=0, stage2_steps=1, seed=8, save_steps=1)
+        plan = TrainingPlan(**more, targets=targets, stage2_lr=1e-6)
+        wide = load_file(_trained(self.model(), plan, tmp_path / "wide"))
+        added = {name for name in wide if ".up_proj." in name}
+        assert wide.keys() - narrow.keys() == added and added
+        assert all(torch.allclose(wide[name], narrow[name], atol=1e-4) for name in narrow)
+        assert all(wide[name].abs().max() < 1e-4 for name in added if "lora_B" in name), "it computes what it did"
+        with pytest.raises(InvalidInput, match="leave out"):
+            train_eraser(
+                self.model(), tiny_tokenizer_kept(), TrainingPlan(**more, targets=("up_proj",)), tmp_path / "other"
+            )
 
     def test_a_full_copy_trains_and_saves(self, tmp_path: Path) -> None:
         plan = TrainingPlan(**self.PLAN | {"adapter": "full", "stage1_steps": 0, "stage2_steps": 1})

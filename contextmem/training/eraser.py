@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from contextmem.adapters import LoraAdapter
 from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
@@ -43,7 +44,8 @@ class TrainingPlan(Plan):
     Attributes:
         text: files or folders of background text; none: half of the topics of Python's language reference.
         qa: JSONL files for distractor QA; none leaves it out.
-        start: folder or hub id of an eraser to train on, in place of a fresh one with the four next settings.
+        start: folder or hub id of an eraser to train on, in place of a fresh one with the four next settings. `targets` beyond those
+            that it has are added to it (LoRA only).
         adapter, conditioning, rank, alpha, targets: see `KVEraser.untrained`.
         stage1_steps, stage2_steps: optimizer steps of span-neighbour pre-training, and of needles and distractors.
         contexts_per_step: contexts whose gradients are added up in one step.
@@ -157,7 +159,10 @@ def _eraser(model: Any, plan: TrainingPlan) -> KVEraser:
     """A fresh eraser, or the one to go on from; bound to the model as it is before it is cast."""
     if plan.start:
         eraser = KVEraser.from_pretrained(plan.start)
-        eraser.adapter_for(Backbone.of(model))
+        adapter = eraser.adapter_for(Backbone.of(model))
+        if plan.targets and isinstance(adapter, LoraAdapter):
+            torch.manual_seed(plan.seed)
+            eraser = KVEraser(eraser.config, adapter.widened(Backbone.of(model).core, plan.targets))
         identity = backbone_identity(Backbone.of(model))
         eraser.config = replace(eraser.config, identity=identity, max_span_tokens=plan.max_span_tokens)
         return eraser
