@@ -83,7 +83,3 @@ def inspect(
             print(json.dumps({k: v for k, v in manifest.items() if k != "checksums"}, ensure_ascii=False))
         else:
             show_saved(manifest, Console())
-
-
-if __name__ == "__main__":  # for `accelerate launch -m contextmem.cli train eraser ...`
-    app()

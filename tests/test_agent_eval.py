@@ -108,8 +108,8 @@ def test_policies_change_what_is_resident_and_what_is_scored(traces: list[Trace]
 
     log = RowLog(tmp_path / "rows.jsonl")
     for case in cases_of(traces, 0):
-        measure_case(new_memory, case, log)
-        measure_case(new_memory, case, log)
+        measure_case(new_memory, case, METHODS, log)
+        measure_case(new_memory, case, METHODS, log)
     assert len(log.rows) == 2 * len(METHODS)
     for method, row in (("off", off), ("on", on)):
         log.add(traces[0].id, method, kind="replay", **row)

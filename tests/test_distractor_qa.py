@@ -46,6 +46,10 @@ RECORDS: list[dict[str, Any]] = [
     }
     for n, town in enumerate(["Aarburg", "Bexhill", "Cadiz"])
 ]
+MORE = [
+    {"text": f"Elsewhere, people say. {n}", "supporting": False, "role": "misinfo"}
+    for n in ("Once.", "Again.", "Still.")
+]
 PASSAGES = [{"title": f"River {n}", "text": f"A passage about rivers and towns, number {n}."} for n in range(9)]
 
 
@@ -167,6 +171,28 @@ class TestBuild:
         for case in cases:
             assert case.before + case.after == questions[int(case.question_id[1])].supporting[0].shown and case.after
         assert cases_of(place, "long", 0) == [] and cases_of(place, "short", 1) == []
+
+    def test_more_insertions_are_added_to_those_that_are_there(
+        self, questions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first case of every question comes before the second of any, and is the same as before."""
+        misled = [{**r, "documents": [*r["documents"], *MORE]} for r in RECORDS]
+        questions = questions_of([written(tmp_path / "qa.jsonl", [misled[0], misled[2]])])
+        asked, place = self.scripted(monkeypatch), tmp_path / "cases.jsonl"
+        build(new_memory, questions, None, place, insertions=1, say=lambda text: None)
+        once = cases_of(place, "short", 0)
+        build(new_memory, questions, None, place, insertions=3, say=lambda text: None)
+        thrice, n = cases_of(place, "short", 0), len(asked)
+        assert len(once) == 2 and len(thrice) == 6 and thrice[:2] == once == cases_of(place, "short", 0, 1)
+        build(new_memory, questions, None, place, insertions=2, say=lambda text: None)
+        assert len(asked) == n, "what is there is enough"
+
+    def test_questions_of_two_files_may_have_the_same_id(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scripted(monkeypatch)
+        both = [{**RECORDS[0], "id": "1", "dataset": "one"}, {**RECORDS[2], "id": "1", "dataset": "two"}]
+        questions = questions_of([written(tmp_path / "qa.jsonl", both)])
+        counts = build(new_memory, questions, None, tmp_path / "cases.jsonl", say=lambda text: None)
+        assert counts == {"one: kept": 1, "two: kept": 1}
 
     def test_what_cannot_be_used_falls_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scripted(monkeypatch)

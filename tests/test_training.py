@@ -379,7 +379,7 @@ class TestTrainer:
         train_eraser(self.model(), tiny_tokenizer_kept(), TrainingPlan(**self.PLAN), tmp_path / "first")
         narrow = load_file(tmp_path / "first/eraser/adapter_model.safetensors")
         targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj")
-        more = dict(start=str(tmp_path / "first/eraser"), stage1_steps=0, stage2_steps=1, seed=8, save_steps=1)
+        more = {"start": str(tmp_path / "first/eraser"), "stage1_steps": 0, "stage2_steps": 1, "save_steps": 1}
         plan = TrainingPlan(**more, targets=targets, stage2_lr=1e-6)
         wide = load_file(_trained(self.model(), plan, tmp_path / "wide"))
         added = {name for name in wide if ".up_proj." in name}

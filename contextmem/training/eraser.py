@@ -44,8 +44,8 @@ class TrainingPlan(Plan):
     Attributes:
         text: files or folders of background text; none: half of the topics of Python's language reference.
         qa: JSONL files for distractor QA; none leaves it out.
-        start: folder or hub id of an eraser to train on, in place of a fresh one with the four next settings. `targets` beyond those
-            that it has are added to it (LoRA only).
+        start: folder or hub id of an eraser to train on, in place of a fresh one with the four next settings.
+            `targets` beyond those that it has are added to it (LoRA only).
         adapter, conditioning, rank, alpha, targets: see `KVEraser.untrained`.
         stage1_steps, stage2_steps: optimizer steps of span-neighbour pre-training, and of needles and distractors.
         contexts_per_step: contexts whose gradients are added up in one step.

@@ -17,10 +17,12 @@ from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.integrations.tool_loop import CollapseRepeats, RetractFailed, SupersedeReads
 from contextmem.loading import load_pretrained
+from contextmem.weights import eraser_for
 
 __all__ = ["run"]
 
 OFF = "off"
+_FRAME = 24  # tokens beside a result's own
 
 
 def run(
@@ -51,13 +53,15 @@ def run(
     model, tokenizer = load_pretrained(model_name)
     text = system.read_text() if system is not None else None
     settings = {"traces": [path.name for path in paths], "system": system is not None, "longest": longest, "seed": seed}
-    log = RowLog(folder / "rows.jsonl", settings)
     traces = traces_of(paths)
 
     def new_memory(**options: Any) -> ContextMemory:
         return ContextMemory(model, tokenizer, **options)
 
     counter = new_memory()
+    eraser = eraser_for(counter.backbone)
+    log = RowLog(folder / "rows.jsonl", settings, {"kveraser": eraser.fingerprint if eraser is not None else None})
+    methods = [method for method in METHODS if eraser is not None or method != "kveraser"]
     short = [trace for trace in traces if sum(counter.count_tokens(t.text) + 8 for t in trace.turns) <= longest]
     chosen = sorted(short, key=lambda trace: not _is_eventful(trace))[:limit]
     if not chosen:
@@ -67,8 +71,11 @@ def run(
         "on": (CollapseRepeats(), RetractFailed(), SupersedeReads()),
         "on, masked": (CollapseRepeats(), RetractFailed("mask"), SupersedeReads("mask")),
     }
+    longest_span = eraser.config.max_span_tokens - _FRAME if eraser is not None else longest
     for case in cases_of(traces, seed):
-        measure_case(new_memory, case, log)
+        if counter.count_tokens(case.stale.text) > longest_span:
+            continue
+        measure_case(new_memory, case, methods, log)
     say(f"edited results: {len({row['id'] for row in log.of(kind='stale')})}")
     for number, trace in enumerate(chosen):
         for name, wanted in policies.items():

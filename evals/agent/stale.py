@@ -6,7 +6,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,9 +71,9 @@ def _number(result: Turn) -> tuple[str, str] | None:
     return None
 
 
-def measure_case(new_memory: Any, case: Case, log: RowLog) -> None:
+def measure_case(new_memory: Any, case: Case, methods: Sequence[str], log: RowLog) -> None:
     """Rows for every method that `log` lacks: is the true number likelier than the copy's, and what is answered?"""
-    missing = [method for method in METHODS if not log.has(f"stale-{case.id}", method)]
+    missing = [method for method in methods if not log.has(f"stale-{case.id}", method)]
     if not missing:
         return
     memory: ContextMemory = new_memory()

@@ -21,7 +21,7 @@ __all__ = ["LENGTHS", "QUESTION", "Case", "answered", "build", "cases_of", "fill
 QUESTION = "Question: {question}\nAnswer in one sentence."
 LONGEST_ANSWER = 40
 LENGTHS = {"short": 0, "long": 3500}  # tokens that a context is filled up to
-_TRIES, _MOST_KEPT = 6, 3
+_TRIES = 6  # distractors a question
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,14 @@ def build(
     place: Path,
     *,
     length: str = "short",
+    insertions: int = 3,
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> Counter[str]:
     """Add what `place`, a JSONL file, lacks; a line a question, with its cases and the step that it came to.
+
+    Args:
+        insertions: most cases a question. Questions built with fewer are built again, with the same cases first.
 
     Returns:
         Questions by the step at which they fell out ("yes or no", "no support", "too long", "not answered", "never
@@ -82,35 +86,44 @@ def build(
     if length not in LENGTHS:
         raise InvalidInput(f"length must be one of {', '.join(LENGTHS)}, not {length!r}.")
     place.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in place.read_text().splitlines()] if place.exists() else []
-    done = {(line["question_id"], line["length"], line["seed"]) for line in lines}
+    lines = _lines(place, length, seed) if place.exists() else {}
     for number, question in enumerate(questions):
-        if (question.id, length, seed) not in done:
+        if not _is_built(lines.get((question.dataset, question.id)), insertions):
             rng = random.Random(f"distractor-{seed}-{length}-{question.id}")
-            step, cases = _cases(new_memory, question, questions, pool, length, rng)
-            line = {
+            step, cases = _cases(new_memory, question, questions, pool, length, insertions, rng)
+            line: dict[str, Any] = {
                 "question_id": question.id,
                 "dataset": question.dataset,
                 "length": length,
                 "seed": seed,
+                "insertions": insertions,
                 "step": step,
             }
-            lines.append({**line, "cases": [asdict(case) for case in cases]})
+            line["cases"] = [asdict(case) for case in cases]
+            lines[question.dataset, question.id] = line
             with place.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
+                file.write(json.dumps(line) + "\n")
             say(f"{number + 1} of {len(questions)}: {step}, {len(cases)} cases")
-    wanted = {question.id for question in questions}
-    current = [line for line in lines if line["length"] == length and line["seed"] == seed]
-    return Counter(f"{line['dataset']}: {line['step']}" for line in current if line["question_id"] in wanted)
+    return Counter(f"{one.dataset}: {lines[one.dataset, one.id]['step']}" for one in questions)
 
 
-def cases_of(place: Path, length: str, seed: int) -> list[Case]:
-    """The cases of one length that `build` has written."""
+def cases_of(place: Path, length: str, seed: int, insertions: int = 3) -> list[Case]:
+    """The cases of one length that `build` has written: the first of every question, then the second, and so on."""
     if not place.exists():
         raise InvalidInput(f"there are no cases in {place}: build them first (--build).")
+    built = [line["cases"][:insertions] for line in _lines(place, length, seed).values()]
+    return [_case(cases[n]) for n in range(insertions) for cases in built if n < len(cases)]
+
+
+def _lines(place: Path, length: str, seed: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """What was built last for every question, by its data set and id."""
     lines = [json.loads(line) for line in place.read_text().splitlines()]
-    found = [line for line in lines if line["length"] == length and line["seed"] == seed]
-    return [_case(case) for line in found for case in line["cases"]]
+    wanted = [line for line in lines if line["length"] == length and line["seed"] == seed]
+    return {(line["dataset"], line["question_id"]): line for line in wanted}
+
+
+def _is_built(line: dict[str, Any] | None, insertions: int) -> bool:
+    return line is not None and (line["insertions"] >= insertions or len(line["cases"]) < line["insertions"])
 
 
 def _case(values: dict[str, Any]) -> Case:
@@ -124,6 +137,7 @@ def _cases(
     questions: Sequence[Question],
     pool: Pool | None,
     length: str,
+    insertions: int,
     rng: random.Random,
 ) -> tuple[str, list[Case]]:
     if is_yes_or_no(question.answers):
@@ -146,7 +160,7 @@ def _cases(
         filled(contaminated, case)
         if not contains(answered(contaminated, question.question), question.answers):
             kept.append(case)
-        if len(kept) == _MOST_KEPT:
+        if len(kept) == insertions:
             break
     return ("kept" if kept else "never misled"), kept
 

@@ -35,6 +35,7 @@ def run(
     lengths: Sequence[str] = ("short",),
     methods: Sequence[str] = METHODS,
     limit: int | None = None,
+    insertions: int = 3,
     only_build: bool = False,
     n_injected: int = 0,
     transcripts: Path | None = None,
@@ -51,6 +52,7 @@ def run(
         pool: JSONL files of passages `{title, text}` to retrieve distractors and neighbours from.
         lengths: of `LENGTHS`.
         limit: most questions a file.
+        insertions: most cases a question.
         only_build: stop when the cases are built.
         n_injected: cases of skill files with an injected instruction.
         transcripts: a file to add answers to, with their questions.
@@ -78,8 +80,9 @@ def run(
     counts: dict[str, dict[str, int]] = {}
     for length in lengths:
         place = cases / f"{kind}.jsonl"
-        counts[length] = dict(build(new_memory, questions, near, place, length=length, seed=seed, say=say))
-        built = [case for case in cases_of(place, length, seed) if f"{case.dataset}/{case.question_id}" in wanted]
+        how: dict[str, Any] = {"length": length, "seed": seed, "insertions": insertions}
+        counts[length] = dict(build(new_memory, questions, near, place, **how, say=say))
+        built = [case for case in cases_of(place, **how) if f"{case.dataset}/{case.question_id}" in wanted]
         for number, case in enumerate(built if not only_build else ()):
             answers = measure_case(new_memory, case, methods, log)
             if transcripts is not None and answers:

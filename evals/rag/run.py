@@ -20,6 +20,7 @@ from contextmem.evals.rows import RowLog
 from contextmem.integrations.llama_index import ContextMemoryQueryEngine, SentenceEmbedding
 from contextmem.loading import load_pretrained
 from contextmem.training.samples.distractor_qa import Question, questions_of
+from contextmem.weights import eraser_for
 
 __all__ = ["run"]
 
@@ -54,7 +55,9 @@ def run(
     asked, passages = _corpus(questions_of(*qa), n_passages, n_queries)
     model, tokenizer = load_pretrained(model_name)
     settings = {"qa": [Path(path).name for path in qa], "n_passages": n_passages, "top_k": top_k, "seed": seed}
-    log = RowLog(folder / "rows.jsonl", {**settings, "n_queries": n_queries})
+    eraser = eraser_for(ContextMemory(model, tokenizer).backbone)
+    variants = {_PLANTED: eraser.fingerprint if eraser is not None else None}
+    log = RowLog(folder / "rows.jsonl", {**settings, "n_queries": n_queries}, variants)
     documents = [Document(text=text, id_=f"passage-{number}") for number, text in enumerate(passages)]
     index = VectorStoreIndex.from_documents(documents, embed_model=SentenceEmbedding())
 
