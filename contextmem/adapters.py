@@ -138,7 +138,9 @@ class LoraAdapter:
                     parent_name, _, leaf = name.rpartition(".")
                     parent = core.get_submodule(parent_name)
                     original = getattr(parent, leaf)
-                    layer.to(next(original.parameters()).device)
+                    device = next(original.parameters()).device
+                    if next(layer.lora_A.parameters()).device != device:
+                        layer.to(device)
                     layer.base_layer = original
                     swapped.append((parent, leaf, original))
                     setattr(parent, leaf, layer)
@@ -146,8 +148,9 @@ class LoraAdapter:
             finally:
                 for parent, leaf, original in swapped:
                     setattr(parent, leaf, original)
+                detached = nn.Identity()
                 for layer in self._layers.values():
-                    layer.base_layer = nn.Identity()
+                    layer.base_layer = detached
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         StoredLora(self._shadow.peft_config[_NAME], self.weights).save(folder, dtype)

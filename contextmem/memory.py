@@ -40,6 +40,7 @@ from contextmem.errors import (
 from contextmem.events import Event, logger, record_of
 from contextmem.eviction import Evictor, evictor_named
 from contextmem.framing import framing_of
+from contextmem.gate import Gate
 from contextmem.identity import check_identity, identity_of
 from contextmem.ledger import KINDS, STATES, Ledger, Segment
 from contextmem.loading import load_pretrained
@@ -178,7 +179,7 @@ class ContextMemory:
         self._dialogue = Dialogue(self._framing, self._new_id)
         self._events = events
         self._meanings = Meanings()
-        self._busy = threading.Lock()
+        self._gate = Gate()
         self._cancel = threading.Event()
         self._editing = threading.RLock()  # held while an edit may write over slots in place
         self._closed = False
@@ -903,6 +904,24 @@ class ContextMemory:
             self._commit(checkpoint.state.view())
             self._log("restore", ())
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Checkpoint]:
+        """All the calls inside, or none: an exception takes the memory back to what it was before, which is yielded.
+
+        Calls of other threads are refused meanwhile. Streams that are begun inside must end inside. Transactions nest.
+
+        Raises:
+            MemoryBusy: another call is working on this memory, or another thread is in a transaction.
+        """
+        with self._gate.reserved():
+            mark, before = self.checkpoint(), self._state
+            try:
+                yield mark
+            except BaseException:
+                if self._state is not before:
+                    self.restore(mark)
+                raise
+
     # ------------------------------------------------------------------ saving
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -993,15 +1012,11 @@ class ContextMemory:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise MemoryBusy("another call is working on this memory. Nothing was changed.")
-        try:
+        with self._gate.passed():
             if self._closed:
                 raise MemoryClosed("this memory was closed.")
             self._cancel.clear()
             yield
-        finally:
-            self._busy.release()
 
     def _take(
         self, compute: Callable[[Any], State], n_tokens: int, reused: int, progress: ProgressCallback | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -127,6 +128,25 @@ class TestQueryEngine:
             engine.query("what?")
         stream.close()
         assert "".join(engine.query("what?").response_gen)
+
+    def test_nodes_that_fail_to_go_in_undo_nothing_of_another_threads(self, llama_memory: Make) -> None:
+        """Between two nodes another thread is refused, not undone."""
+        memory, refused = llama_memory(), []
+
+        bridge, append = NodeBridge(memory), memory.append
+
+        def appending(*arguments: Any, **options: Any) -> Any:
+            if memory.segments():
+                with ThreadPoolExecutor() as other:
+                    refused.append(other.submit(append, "mine").exception())
+                raise ValueError("broken")
+            return append(*arguments, **options)
+
+        memory.append = appending  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="broken"):
+            bridge.insert([node("one"), node("two")])
+        memory.append = append  # type: ignore[method-assign]
+        assert isinstance(refused[0], MemoryBusy) and not memory.segments()
 
     def test_a_stream_is_begun_when_it_is_returned(self, llama_memory: Make) -> None:
         """Its sources are those of the answer, whatever happens before it is read."""

@@ -123,24 +123,22 @@ class NodeBridge:
 
         Raises:
             ContextOverflow: they do not fit; the message names those that do not.
+            MemoryBusy: another thread is working on the memory; from here on, others are refused until the nodes are in.
         """
         check_choice("on_full", on_full, ("error", "forget"))
         if options.get("on_duplicate", "keep") == "share":
             raise InvalidInput("nodes are known by their ids and cannot be shared. Nothing was changed.")
-        mark, residents, n_events = self.memory.checkpoint(), self.resident(), len(self.memory.events)
-        sorted_in = self._sorted(nodes, residents)
-        wanted = [node for kind in ("resident", "new") for node in sorted_in[kind]]
-        self._clock += 1
-        self._last_seen |= {node.node.node_id: self._clock for node in wanted}
-        texts = {node.node.node_id: self._text(node) for node in sorted_in["new"]}
-        sizes = {name: self.memory.count_tokens(text) for name, text in texts.items()}
-        try:
+        with self.memory.transaction():
+            residents, n_events = self.resident(), len(self.memory.events)
+            sorted_in = self._sorted(nodes, residents)
+            wanted = [node for kind in ("resident", "new") for node in sorted_in[kind]]
+            self._clock += 1
+            self._last_seen |= {node.node.node_id: self._clock for node in wanted}
+            texts = {node.node.node_id: self._text(node) for node in sorted_in["new"]}
+            sizes = {name: self.memory.count_tokens(text) for name, text in texts.items()}
             forgotten = self._make_room(sizes, reserve, residents, on_full)
             for node in sorted_in["new"]:
                 self._append(node, texts[node.node.node_id], options)
-        except BaseException:
-            self.memory.restore(mark)
-            raise
         self._unwanted -= set(texts)  # put in again, if they were wished away
         used = {node.node.node_id for node in wanted}
         return Inserted(

@@ -85,14 +85,9 @@ class ContextMemoryChatEngine(BaseChatEngine):
         Args:
             chat_history: messages that replace the conversation so far; None goes on with it.
         """
-        with self._turn:
-            mark = self.memory.checkpoint()
-            try:
-                nodes = self._prepared(message, chat_history)
-                answer = self.memory.ask(message, keep=True, **self._options)
-            except BaseException:
-                self.memory.restore(mark)
-                raise
+        with self._turn, self.memory.transaction():
+            nodes = self._prepared(message, chat_history)
+            answer = self.memory.ask(message, keep=True, **self._options)
         metadata = {
             "tokens_reused": max(0, answer.tokens_reused - nodes.n_tokens),
             "tokens_prefilled": answer.tokens_prefilled + nodes.n_tokens,

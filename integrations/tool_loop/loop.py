@@ -123,15 +123,11 @@ class ToolLoop:
         barred: set[str] = set()
         missing = set(self._required)
         for _ in range(self._max_turns):
-            mark = self.memory.checkpoint()
             try:
-                ended = self._turn(report, barred, missing, mark)
+                with self.memory.transaction() as mark:  # a call never stays without its result
+                    ended = self._turn(report, barred, missing, mark)
             except ContextOverflow:
                 ended = "context_length"
-                self.memory.restore(mark)
-            except BaseException:
-                self.memory.restore(mark)  # a call never stays without its result
-                raise
             if ended is not None:
                 report.finish_reason = ended
                 break
