@@ -13,8 +13,13 @@ from contextmem.integrations.tool_loop import Policy, pairs_of
 __all__ = ["put", "rate", "replayed"]
 
 
-def replayed(memory: ContextMemory, trace: Trace, policies: Sequence[Policy]) -> dict[str, Any]:
+def replayed(
+    memory: ContextMemory, trace: Trace, policies: Sequence[Policy], *, rebuild: bool = True
+) -> dict[str, Any]:
     """Replay a trace and count.
+
+    Args:
+        rebuild: time reading the context from nothing after every edit as well.
 
     Returns:
         `score`: log-probability of the recorded assistant turns, nats a token; `turns`: that of each, in all, and its
@@ -45,7 +50,7 @@ def replayed(memory: ContextMemory, trace: Trace, policies: Sequence[Policy]) ->
                 changes = policy.after(memory, pair, [p for p in live if p.result.id != segment.id])
                 if any(change.what == "retracted" for change in changes):  # what is collapsed is cut, which is free
                     edit_s += time.perf_counter() - started
-                    again_s += _rebuilt(memory)
+                    again_s += _rebuilt(memory) if rebuild else 0.0
                     n_edits += 1
                 for change in changes:
                     counts[change.what] += len(change.tools)

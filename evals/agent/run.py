@@ -21,7 +21,7 @@ from contextmem.weights import eraser_for
 
 __all__ = ["run"]
 
-OFF = "off"
+OFF, ON = "off", "on"
 _FRAME = 24  # tokens beside a result's own
 
 
@@ -68,7 +68,7 @@ def run(
         raise InvalidInput(f"no trace of at most {longest:,} tokens among {len(traces)}.")
     policies = {
         OFF: (),
-        "on": (CollapseRepeats(), RetractFailed(), SupersedeReads()),
+        ON: (CollapseRepeats(), RetractFailed(), SupersedeReads()),
         "on, masked": (CollapseRepeats(), RetractFailed("mask"), SupersedeReads("mask")),
     }
     longest_span = eraser.config.max_span_tokens - _FRAME if eraser is not None else longest
@@ -80,7 +80,12 @@ def run(
     for number, trace in enumerate(chosen):
         for name, wanted in policies.items():
             if not log.has(trace.id, name):
-                log.add(trace.id, name, kind="replay", **replayed(new_memory(system=text), trace, wanted))
+                log.add(
+                    trace.id,
+                    name,
+                    kind="replay",
+                    **replayed(new_memory(system=text), trace, wanted, rebuild=name == ON),
+                )
         say(f"trace {number + 1} of {len(chosen)}")
     return _report(log, folder, command, seed, list(policies))
 
@@ -107,7 +112,7 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
         "| policies | traces | calls | failed | retracted | collapsed | tokens at last | at most | nats | edits | again |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    on = {row["id"]: row for row in log.of(kind="replay", method="on") if row["retracted"] + row["collapsed"]}
+    on = {row["id"]: row for row in log.of(kind="replay", method=ON) if row["retracted"] + row["collapsed"]}
     for name in policies:
         rows = [row for row in log.of(kind="replay", method=name) if row["id"] in on]
         if not rows:
@@ -116,7 +121,7 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
         means = {key: mean(row[key] for row in rows) for key in ("tokens", "peak")}
         after = [rate(row["turns"][first:]) for row in rows if (first := on[row["id"]]["first"]) is not None]
         edits = sum(row["seconds"] for row in rows)
-        again = sum(row["again_s"] for row in rows)
+        again = sum(on[row["id"]]["again_s"] for row in rows if row["n_edits"])
         nats = mean(one for one in after if one is not None)
         figures["replay"][name] = {"n": len(rows), **sums, **means, "nats": nats, "edit_s": edits, "again_s": again}
         lines.append(
@@ -132,18 +137,24 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
         "## An edited copy of a result, then the true one",
         "",
         "The same result twice: the first has another number in one place. Asked for the number; `margin`:",
-        "log-probability of the true one above the copy's, nats. Brackets: 95 % bootstrap intervals.",
+        "log-probability of the true one above the copy's, nats. Brackets: 95 % bootstrap intervals. A small model cannot",
+        "always find the number in a result that stands alone, and two alike make it copy: the last column is over the",
+        "cases that `recompute` gets right.",
         "",
-        "| copy retracted by | n | true number | copy's number | margin |",
-        "|---|---|---|---|---|",
+        "| copy retracted by | n | true number | copy's number | margin | true, where recompute is |",
+        "|---|---|---|---|---|---|",
     ]
+    known = {row["id"] for row in log.of(kind="stale", method="recompute") if row["score"]}
     for method in METHODS:
         rows = list(log.of(kind="stale", method=method))
         if rows:
             right, low, high = mean_interval([row["score"] for row in rows])
             wrong, margin = mean(row["wrong"] for row in rows), mean(row["margin"] for row in rows)
+            there = [row["score"] for row in rows if row["id"] in known]
             figures["stale"][method] = {
                 "n": len(rows),
+                "n_known": len(there),
+                "right_known": mean(there) if there else None,
                 "right": right,
                 "low": low,
                 "high": high,
@@ -152,7 +163,8 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
             }
             label = "nothing" if method == "both" else method
             lines.append(
-                f"| {label} | {len(rows)} | {right:.2f} [{low:.2f}, {high:.2f}] | {wrong:.2f} | {margin:+.2f} |"
+                f"| {label} | {len(rows)} | {right:.2f} [{low:.2f}, {high:.2f}] | {wrong:.2f} | {margin:+.2f} "
+                f"| {sum(there)} of {len(there)} |"
             )
     table: str = published(
         folder,
