@@ -20,10 +20,14 @@ def published(
     *,
     command: str,
     seed: int,
-    dtype: str | None = None,
+    subject: Mapping[str, str],
 ) -> str:
-    """Write metrics.json and table.md into `folder`; returns the table: title, provenance, and the lines of `body`."""
-    used = environment() | ({"dtype": dtype} if dtype is not None else {})
+    """Write metrics.json and table.md into `folder`; returns the table: title, provenance, and the lines of `body`.
+
+    Args:
+        subject: what was measured, see `Subject.described`.
+    """
+    used = {**subject, **environment()}
     record = {"command": command, "seed": seed, "environment": used, "figures": figures}
     (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
     told = ", ".join(f"{name} {value}" for name, value in used.items())

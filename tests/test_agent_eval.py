@@ -113,7 +113,7 @@ def test_policies_change_what_is_resident_and_what_is_scored(traces: list[Trace]
     assert len(log.rows) == 2 * len(METHODS)
     for method, row in (("off", off), ("on", on)):
         log.add(traces[0].id, method, kind="replay", **row)
-    table = _report(log, tmp_path, "a command", 0, ["off", "on"])
+    table = _report(log, tmp_path, "a command", 0, {"model": "tiny"}, ["off", "on"])
     assert "| on | 1 | 3 | 1 | 2 | 0 |" in table and "| nothing | 2 |" in table
 
 
@@ -140,6 +140,6 @@ def test_a_planted_passage_is_retrieved_retracted_and_kept_out(tmp_path: Path) -
     planted = log.rows[0]
     assert (planted["retrieved"], planted["put_in_again"], planted["same_again"]) == (1, 0, 1)
     assert planted["erased_by"] and len(index.ref_doc_info) == 4
-    assert "1 of 1" in rag._report(log, tmp_path, "a command", 0, 4)
+    assert "1 of 1" in rag._report(log, tmp_path, "a command", 0, {"model": "tiny"}, 4)
     with pytest.raises(InvalidInput, match="4 questions"):
         rag._corpus(asked, 100, 2)

@@ -57,7 +57,7 @@ def test_what_is_the_users_to_mend_is_said_without_a_traceback(
 ) -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     monkeypatch.setattr("contextmem.loading.load_pretrained", lambda *_, **__: (model, tokenizer))
-    monkeypatch.setattr("contextmem.evals.span_neighbour.run.load_pretrained", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setattr("contextmem.evals.subject.load_pretrained", lambda *_, **__: (model, tokenizer))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     result = RUN.invoke(app, arguments, env={"COLUMNS": "400"})

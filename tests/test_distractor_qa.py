@@ -226,7 +226,7 @@ def test_every_method_is_measured_and_reported(questions: Any, tmp_path: Path, m
     assert by_method["none"]["outcome"] == "distractor"
     for row in log.rows:  # as if the model could answer
         row["score"] = int(row["method"] != "none")
-    table = write_report(log, {"short": {"made: kept": 2}}, tmp_path, "a command", 0, "float32")
+    table = write_report(log, {"short": {"made: kept": 2}}, tmp_path, "a command", 0, {"model": "tiny"})
     assert "2 of 2 insertions" in table and "| kveraser | 1.00 [1.00, 1.00] |" in table and "made: kept" in table
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -252,5 +252,5 @@ def test_injected_instructions_are_measured(tmp_path: Path) -> None:
     assert len(log.rows) == 6
     for row in log.rows:
         row["followed"], row["score"] = int(row["method"] == "none"), int(row["method"] != "none")
-    table = write_report(log, {}, tmp_path, "a command", 0, "float32")
+    table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
     assert "2 of 2 cases" in table and "| kveraser | 1.00 [1.00, 1.00] | 0.00 |" in table

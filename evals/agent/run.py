@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from contextmem import ContextMemory
 from contextmem.errors import InvalidInput
 from contextmem.evals.agent.replay import rate, replayed
 from contextmem.evals.agent.stale import METHODS, cases_of, measure_case
@@ -15,9 +14,8 @@ from contextmem.evals.agent.traces import Trace, traces_of
 from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
+from contextmem.evals.subject import Subject
 from contextmem.integrations.tool_loop import CollapseRepeats, RetractFailed, SupersedeReads
-from contextmem.loading import load_pretrained
-from contextmem.weights import eraser_for
 
 __all__ = ["run"]
 
@@ -50,17 +48,18 @@ def run(
     Raises:
         InvalidInput: no trace can be read.
     """
-    model, tokenizer = load_pretrained(model_name)
+    subject = Subject.loaded(model_name)
     text = system.read_text() if system is not None else None
-    settings = {"traces": [path.name for path in paths], "system": system is not None, "longest": longest, "seed": seed}
+    settings = subject.identity | {
+        "traces": [path.name for path in paths],
+        "system": system is not None,
+        "longest": longest,
+        "seed": seed,
+    }
     traces = traces_of(paths)
 
-    def new_memory(**options: Any) -> ContextMemory:
-        return ContextMemory(model, tokenizer, **options)
-
-    counter = new_memory()
-    eraser = eraser_for(counter.backbone)
-    log = RowLog(folder / "rows.jsonl", settings, {"kveraser": eraser.fingerprint if eraser is not None else None})
+    counter, eraser = subject.memory(), subject.eraser
+    log = RowLog(folder / "rows.jsonl", settings, subject.variants("kveraser"))
     methods = [method for method in METHODS if eraser is not None or method != "kveraser"]
     short = [trace for trace in traces if sum(counter.count_tokens(t.text) + 8 for t in trace.turns) <= longest]
     chosen = sorted(short, key=lambda trace: not _is_eventful(trace))[:limit]
@@ -75,7 +74,7 @@ def run(
     for case in cases_of(traces, seed):
         if counter.count_tokens(case.stale.text) > longest_span:
             continue
-        measure_case(new_memory, case, methods, log)
+        measure_case(subject.memory, case, methods, log)
     say(f"edited results: {len({row['id'] for row in log.of(kind='stale')})}")
     for number, trace in enumerate(chosen):
         for name, wanted in policies.items():
@@ -84,10 +83,10 @@ def run(
                     trace.id,
                     name,
                     kind="replay",
-                    **replayed(new_memory(system=text), trace, wanted, rebuild=name == ON),
+                    **replayed(subject.memory(system=text), trace, wanted, rebuild=name == ON),
                 )
         say(f"trace {number + 1} of {len(chosen)}")
-    return _report(log, folder, command, seed, list(policies))
+    return _report(log, folder, command, seed, subject.described, list(policies))
 
 
 def _is_eventful(trace: Trace) -> bool:
@@ -101,7 +100,9 @@ def _is_eventful(trace: Trace) -> bool:
     return len(set(calls)) < len(calls)
 
 
-def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequence[str]) -> str:
+def _report(
+    log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str], policies: Sequence[str]
+) -> str:
     figures: dict[str, Any] = {"replay": {}, "stale": {}}
     lines = [
         "Traces of tau-bench (airline) and ToolTalk, turn by turn; the model is only scored. Policies: collapse_repeats,",
@@ -168,10 +169,11 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, policies: Sequen
             )
     table: str = published(
         folder,
-        "Recorded tool calls through a memory, SmolLM2-135M-Instruct",
+        "Recorded tool calls through a memory",
         lines,
         figures,
         command=command,
         seed=seed,
+        subject=subject,
     )
     return table

@@ -27,7 +27,12 @@ def summary(log: RowLog) -> dict[str, Any]:
 
 
 def write_report(
-    log: RowLog, counts: Mapping[str, Mapping[str, int]], folder: Path, command: str, seed: int, dtype: str
+    log: RowLog,
+    counts: Mapping[str, Mapping[str, int]],
+    folder: Path,
+    command: str,
+    seed: int,
+    subject: Mapping[str, str],
 ) -> str:
     """Write metrics.json, table.md and plot.png into `folder`; returns the table.
 
@@ -56,9 +61,7 @@ def write_report(
     ]
     lines += [f"| {length} | {step} | {n} |" for length, steps in counts.items() for step, n in sorted(steps.items())]
     recorded = {**figures, "filter": counts}
-    table: str = published(
-        folder, "Distractor QA on SmolLM2-135M-Instruct", lines, recorded, command=command, seed=seed, dtype=dtype
-    )
+    table: str = published(folder, "Distractor QA", lines, recorded, command=command, seed=seed, subject=subject)
     _plot(figures, folder / "plot.png")
     return table
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from contextmem import ContextMemory, KVEraser
 from contextmem.errors import InvalidInput
 from contextmem.evals.distractor_qa.build import LENGTHS, build, cases_of
 from contextmem.evals.distractor_qa.distractors import Pool
@@ -16,9 +15,7 @@ from contextmem.evals.distractor_qa.measure import METHODS, measure_case
 from contextmem.evals.distractor_qa.questions import questions_of
 from contextmem.evals.distractor_qa.report import write_report
 from contextmem.evals.rows import RowLog
-from contextmem.identity import backbone_identity
-from contextmem.loading import load_pretrained
-from contextmem.weights import eraser_for
+from contextmem.evals.subject import Subject
 
 __all__ = ["run"]
 
@@ -63,18 +60,11 @@ def run(
     if unknown := sorted(set(lengths) - set(LENGTHS)):
         raise InvalidInput(f"length must be one of {', '.join(LENGTHS)}, not {unknown[0]!r}.")
     questions = [question for path in qa for question in questions_of([path])[:limit]]
-    model, tokenizer = load_pretrained(model_name, dtype=dtype)
-
-    def new_memory(**options: Any) -> ContextMemory:
-        return ContextMemory(model, tokenizer, eraser=eraser, **options)
-
-    empty = new_memory()
-    named = eraser_for(empty.backbone) if eraser == "auto" else KVEraser.from_pretrained(eraser)
-    kind = str(model.dtype).removeprefix("torch.")
-    identity = backbone_identity(empty.backbone)["weights_bfloat16"]
-    settings = {"model": identity, "dtype": kind, "pool": [Path(path).name for path in pool], "seed": seed}
-    log = RowLog(folder / "rows.jsonl", settings, {"kveraser": named.fingerprint if named is not None else None})
-    methods = [method for method in methods if named is not None or method != "kveraser"]
+    subject = Subject.loaded(model_name, dtype=dtype, eraser=eraser)
+    new_memory, kind = subject.memory, subject.described["dtype"]
+    settings = subject.identity | {"pool": [Path(path).name for path in pool], "seed": seed}
+    log = RowLog(folder / "rows.jsonl", settings, subject.variants("kveraser"))
+    methods = [method for method in methods if subject.eraser is not None or method != "kveraser"]
     near = Pool(pool, cases) if pool else None
     wanted = {f"{question.dataset}/{question.id}" for question in questions}
     counts: dict[str, dict[str, int]] = {}
@@ -91,7 +81,7 @@ def run(
     for number, injected in enumerate(injected_cases(0 if only_build else n_injected, seed)):
         measure_injected(new_memory, injected, [m for m in INJECTED if m in ("none", *methods)], log)
         say(f"injection: {number + 1} of {n_injected}")
-    table: str = write_report(log, counts, folder, command, seed, kind)
+    table: str = write_report(log, counts, folder, command, seed, subject.described)
     return table
 
 

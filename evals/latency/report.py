@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,10 +45,10 @@ def summary(log: RowLog) -> dict[str, Any]:
     return result
 
 
-def write_report(log: RowLog, folder: Path, command: str, seed: int) -> str:
+def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str]) -> str:
     """Write metrics.json, table.md and plot.png into `folder`; returns the table."""
     figures = summary(log)
-    used = environment()
+    used = {**subject, **environment()}
     (folder / "metrics.json").write_text(
         json.dumps({"command": command, "seed": seed, "environment": used, **figures}, indent=2)
     )
@@ -60,7 +60,7 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int) -> str:
 
 def _table(figures: dict[str, Any], used: dict[str, str], command: str, seed: int) -> str:
     lines = [
-        "# Latency on SmolLM2-135M-Instruct, float32",
+        "# Latency",
         "",
         f"`{command}`, seed {seed}, {torch.get_num_threads()} threads; "
         + ", ".join(f"{name} {value}" for name, value in used.items())

@@ -52,5 +52,5 @@ def run(
     measure_retract(model, tokenizer, suffixes, min(repeats, 3), log, note)
     measure_budget(model, tokenizer, budgets, repeats, n_new, log, note)
     measure_ask(model, tokenizer, 1024, 50, log, note)
-    table: str = write_report(log, folder, command, seed)
+    table: str = write_report(log, folder, command, seed, {"model": model_name, "dtype": str(model.dtype)[6:]})
     return table

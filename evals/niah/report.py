@@ -65,9 +65,9 @@ def summary(log: RowLog) -> dict[str, Any]:
     }
 
 
-def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> str:
+def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str]) -> str:
     """Write metrics.json, table.md and plot.png into `folder`; returns the table."""
-    figures, used = summary(log), {**environment(), "dtype": dtype}
+    figures, used = summary(log), {**subject, **environment()}
     record = {"command": command, "seed": seed, "environment": used, **figures}
     (folder / "metrics.json").write_text(json.dumps(record, indent=1))
     noted = folder / "conditions.md"  # by hand: what a reader must know about how the rows were measured
@@ -150,7 +150,7 @@ def _threads(log: RowLog, kind: str) -> str:
 
 def _head(used: Mapping[str, str], command: str, seed: int, threads: str, conditions: Iterable[str]) -> list[str]:
     return [
-        "# Erasing NIAH on SmolLM2-135M-Instruct",
+        "# Erasing NIAH",
         "",
         f"`{command}`, seed {seed}; " + ", ".join(f"{name} {value}" for name, value in used.items()) + ".",
         "",

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from contextmem import ContextMemory, KVEraser
 from contextmem.evals.niah.latency import measure_latency
 from contextmem.evals.niah.measure import METHODS, measure_derived, measure_sample
 from contextmem.evals.niah.report import write_report
 from contextmem.evals.niah.samples import derived_haystack, haystack_of
 from contextmem.evals.rows import RowLog
-from contextmem.identity import backbone_identity
-from contextmem.loading import load_pretrained
-from contextmem.training.layout import Layout
+from contextmem.evals.subject import Subject
 from contextmem.training.prose import HELD_OUT, prose_of
-from contextmem.weights import eraser_for
 
 __all__ = ["SAMPLES", "run"]
 
@@ -55,26 +50,15 @@ def run(
         repeats: repetitions of the latency measurement.
     """
     torch.manual_seed(seed)
-    model, tokenizer = load_pretrained(model_name, dtype=dtype)
-
-    def new_memory(**options: Any) -> ContextMemory:
-        return ContextMemory(model, tokenizer, eraser=eraser, **options)
-
-    empty = new_memory()
-    layout = Layout(empty._codec, empty._framing)
+    subject = Subject.loaded(model_name, dtype=dtype, eraser=eraser)
+    new_memory, layout = subject.memory, subject.layout
     prose = prose_of(*text, part=None if text else HELD_OUT)
-    named = eraser_for(empty.backbone) if eraser == "auto" else KVEraser.from_pretrained(eraser)
-    settings = {
-        "model": backbone_identity(empty.backbone)["weights_bfloat16"],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "text": [Path(path).name for path in text],
-        "seed": seed,
-    }
-    learned = dict.fromkeys(("kveraser", "kveraser+cascade"), named.fingerprint if named is not None else None)
+    settings = subject.identity | {"text": [Path(path).name for path in text], "seed": seed}
+    learned = subject.variants("kveraser", "kveraser+cascade")
     log = RowLog(folder / "rows.jsonl", settings, learned, timed=("latency",))
     if log.n_dropped:
         say(f"{log.n_dropped} rows of another eraser were dropped and are measured again")
-    if named is None:
+    if subject.eraser is None:
         methods = [method for method in methods if method != "kveraser"]
     for size, n in (SAMPLES if samples is None else samples).items():
         for number in range(n):
@@ -84,5 +68,5 @@ def run(
         measure_derived(new_memory, derived_haystack(layout, prose, DERIVED_SIZE, number, seed), log)
         say(f"derived: {number + 1} of {n_derived}")
     measure_latency(new_memory, layout, prose, latency_sizes, repeats, seed, log, say)
-    table: str = write_report(log, folder, command, seed, str(model.dtype).removeprefix("torch."))
+    table: str = write_report(log, folder, command, seed, subject.described)
     return table

@@ -5,22 +5,20 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from llama_index.core import Document, VectorStoreIndex
 
-from contextmem import ContextMemory
 from contextmem.errors import InvalidInput
 from contextmem.evals.distractor_qa.scoring import contains
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
+from contextmem.evals.subject import Subject
 from contextmem.integrations.llama_index import ContextMemoryQueryEngine, SentenceEmbedding
-from contextmem.loading import load_pretrained
 from contextmem.training.samples.distractor_qa import Question, questions_of
-from contextmem.weights import eraser_for
 
 __all__ = ["run"]
 
@@ -53,16 +51,19 @@ def run(
         InvalidInput: there are fewer passages or questions.
     """
     asked, passages = _corpus(questions_of(*qa), n_passages, n_queries)
-    model, tokenizer = load_pretrained(model_name)
-    settings = {"qa": [Path(path).name for path in qa], "n_passages": n_passages, "top_k": top_k, "seed": seed}
-    eraser = eraser_for(ContextMemory(model, tokenizer).backbone)
-    variants = {_PLANTED: eraser.fingerprint if eraser is not None else None}
-    log = RowLog(folder / "rows.jsonl", {**settings, "n_queries": n_queries}, variants)
+    subject = Subject.loaded(model_name)
+    settings = subject.identity | {
+        "qa": [Path(path).name for path in qa],
+        "n_passages": n_passages,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    log = RowLog(folder / "rows.jsonl", {**settings, "n_queries": n_queries}, subject.variants(_PLANTED))
     documents = [Document(text=text, id_=f"passage-{number}") for number, text in enumerate(passages)]
     index = VectorStoreIndex.from_documents(documents, embed_model=SentenceEmbedding())
 
     def new_engine() -> ContextMemoryQueryEngine:
-        memory, retriever = ContextMemory(model, tokenizer), index.as_retriever(similarity_top_k=top_k)
+        memory, retriever = subject.memory(), index.as_retriever(similarity_top_k=top_k)
         return ContextMemoryQueryEngine(retriever, memory, max_new_tokens=_LONGEST_ANSWER, on_full="forget")
 
     if not all(log.has(str(n), method) for n in range(n_queries) for method in ("one memory", "a new one")):
@@ -75,7 +76,7 @@ def run(
         if not log.has(f"{_PLANTED}-{number}", _PLANTED):
             _plant(index, new_engine, asked, number, random.Random(f"{seed}-{number}"), log)
             say(f"planted {number + 1} of {n_queries}")
-    return _report(log, folder, command, seed, len(passages))
+    return _report(log, folder, command, seed, subject.described, len(passages))
 
 
 def _corpus(questions: Sequence[Question], n_passages: int, n_queries: int) -> tuple[Sequence[Question], Sequence[str]]:
@@ -149,7 +150,7 @@ def _other_answer(question: Question, asked: Sequence[Question], rng: random.Ran
     return rng.choice(alike or others)
 
 
-def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int) -> str:
+def _report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str], n_passages: int) -> str:
     lines = [
         f"A `VectorStoreIndex` over {n_passages} passages; questions about one article come one after the other.",
         "`one memory`: nodes stay prefilled; when the context is full, those retrieved longest ago are forgotten.",
@@ -201,10 +202,11 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, n_passages: int)
     ]
     table: str = published(
         folder,
-        "A LlamaIndex query engine over one memory, SmolLM2-135M-Instruct",
+        "A LlamaIndex query engine over one memory",
         lines,
         figures,
         command=command,
         seed=seed,
+        subject=subject,
     )
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -62,7 +63,7 @@ def _order(method: str) -> tuple[str, float, str]:
     return name.partition("+")[0], float(ratio), name
 
 
-def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> str:
+def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str]) -> str:
     """Write metrics.json, table.md and plot.png; returns the table."""
     figures = summary(log)
     lines = [
@@ -75,7 +76,7 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, dtype: str)
     for size, one in figures.items():
         lines += ["", f"## {int(size):,} tokens", "", *_full_table(one), "", *_table(one)]
     table: str = published(
-        folder, "RULER-style tasks on a compacted memory", lines, figures, command=command, seed=seed, dtype=dtype
+        folder, "RULER-style tasks on a compacted memory", lines, figures, command=command, seed=seed, subject=subject
     )
     _plot(figures, folder / "plot.png")
     return table

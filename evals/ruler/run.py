@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from contextmem import ContextMemory, RestoreKV
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler import TASKS, Material
 from contextmem.evals.ruler.measure import Configuration, measure_case
 from contextmem.evals.ruler.report import write_report
+from contextmem.evals.subject import Subject
 from contextmem.eviction import EVICTORS, evictor_named
-from contextmem.identity import backbone_identity
-from contextmem.loading import load_pretrained
-from contextmem.training.layout import Layout
 from contextmem.training.prose import HELD_OUT, prose_of
 from contextmem.training.samples.distractor_qa import Question, questions_of
 from contextmem.weights import restorer_for
@@ -57,19 +54,17 @@ def run(
         ratios: parts of the context that are kept; default: `RATIOS`.
         samples: cases a task by size in tokens.
     """
-    model, tokenizer = load_pretrained(model_name, dtype=dtype)
+    subject = Subject.loaded(model_name, dtype=dtype)
+    empty, layout = subject.memory(), subject.layout
 
     def new_memory() -> ContextMemory:
-        return ContextMemory(model, tokenizer, eraser=None, restorer=None)
+        made: ContextMemory = subject.memory(eraser=None, restorer=None)
+        return made
 
-    empty = new_memory()
-    layout = Layout(empty._codec, empty._framing)
     prose = prose_of(*text, part=None if text else HELD_OUT)
     material = Material(layout, prose, _questions(qa), _questions(hops))
     configurations = _configurations(empty, evictors or tuple(EVICTORS), ratios, restorers)
-    settings: dict[str, Any] = {
-        "model": backbone_identity(empty.backbone)["weights_bfloat16"],
-        "dtype": str(model.dtype).removeprefix("torch."),
+    settings = subject.identity | {
         "text": [Path(path).name for path in text],
         "qa": [Path(path).name for path in (*qa, *hops)],
         "seed": seed,
@@ -85,7 +80,7 @@ def run(
                 if case is not None:
                     measure_case(new_memory, name, number, size, case, configurations, log)
             say(f"{size}: {number + 1} of {n}")
-    table: str = write_report(log, folder, command, seed, settings["dtype"])
+    table: str = write_report(log, folder, command, seed, subject.described)
     return table
 
 

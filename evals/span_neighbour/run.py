@@ -13,14 +13,11 @@ import torch
 from contextmem import KVEraser
 from contextmem.backbone import Backbone
 from contextmem.cache import SpanCache
-from contextmem.codec import Codec
 from contextmem.errors import InvalidInput
 from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
-from contextmem.framing import framing_of
-from contextmem.loading import load_pretrained
-from contextmem.training.layout import Layout
+from contextmem.evals.subject import Subject
 from contextmem.training.prose import HELD_OUT, prose_of
 from contextmem.training.samples import Erasure, Sample
 from contextmem.training.samples.span_neighbour import ANCHORS, SpanNeighbourSource
@@ -50,14 +47,13 @@ def run(
         text: files or folders of documents; none: the held-out half of the topics of Python's language reference.
         n_samples: documents; each holds one chunk and is asked at every anchor.
     """
-    model, tokenizer = load_pretrained(model_name, dtype=dtype)
-    backbone, codec = Backbone.of(model), Codec.of(tokenizer)
-    layout = Layout(codec, framing_of(codec))
+    subject = Subject.loaded(model_name, dtype=dtype)
+    backbone, layout = Backbone.of(subject.model), subject.layout
     source = SpanNeighbourSource(prose_of(*text, part=None if text else HELD_OUT), n_chunks=1, every_anchor=True)
     loaded = {label: KVEraser.from_pretrained(place) for label, place in erasers.items()}
     if reserved := {CONTAMINATED, RECOMPUTE} & set(erasers):
         raise InvalidInput(f"an eraser cannot be labelled {reserved.pop()!r}: that is a baseline of this evaluation.")
-    settings = {"dtype": str(model.dtype).removeprefix("torch."), "text": [Path(p).name for p in text], "seed": seed}
+    settings = subject.identity | {"text": [Path(p).name for p in text], "seed": seed}
     log = RowLog(folder / "rows.jsonl", settings)
     for label, eraser in loaded.items():
         if {row["eraser"] for row in log.of(method=label)} - {eraser.fingerprint}:
@@ -66,7 +62,7 @@ def run(
         sample = source.sample(layout, random.Random(f"span-neighbour-{seed}-{number}"))
         _measure(backbone, sample, number, loaded, log)
         say(f"{number + 1} of {n_samples}")
-    return _report(log, folder, command, seed, str(model.dtype).removeprefix("torch."))
+    return _report(log, folder, command, seed, subject.described)
 
 
 def _measure(backbone: Backbone, sample: Sample, number: int, erasers: Mapping[str, KVEraser], log: RowLog) -> None:
@@ -122,7 +118,7 @@ def _log_prob(
     return float(scores[torch.arange(len(answer)), torch.tensor(answer)].mean()), right
 
 
-def _report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> str:
+def _report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str]) -> str:
     methods = list(dict.fromkeys(row["method"] for row in log.rows))
     clean = {row["id"] for row in log.of(method=RECOMPUTE) if row["score"]}
     figures: dict[str, Any] = {}
@@ -159,11 +155,11 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, dtype: str) -> s
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     table: str = published(
         folder,
-        "Span-neighbour accuracy on SmolLM2-135M-Instruct",
+        "Span-neighbour accuracy",
         lines,
         figures,
         command=command,
         seed=seed,
-        dtype=dtype,
+        subject=subject,
     )
     return table
