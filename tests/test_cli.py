@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from contextmem import ContextMemory
 from contextmem.chat import Chat
 from contextmem.cli import app
+from contextmem.commands.options import command
 
 RUN = CliRunner()
 
@@ -124,8 +125,8 @@ def test_chat_adds_asks_retracts_and_undoes(tmp_path: Path) -> None:
     assert len(session.memory.segments()) == 1
     session.handle(f"/load {tmp_path / 'm.ctx'}")
     assert session.memory.token_ids == before
-    for command in ("/segments", "/stats", "/help", "/budget", "/budget 30", "/budget off", "/budget 1MB"):
-        session.handle(command)
+    for typed in ("/segments", "/stats", "/help", "/budget", "/budget 30", "/budget off", "/budget 1MB"):
+        session.handle(typed)
     assert "no budget" in out.getvalue() and "a budget of 30" in out.getvalue()
     assert "A note." in out.getvalue() and "capacity" in out.getvalue() and "/retract ID" in out.getvalue()
 
@@ -191,3 +192,11 @@ def test_eval_latency_on_a_tiny_model(tmp_path: Path) -> None:
     assert RUN.invoke(app, command).exit_code == 0
     assert (tmp_path / "out" / "rows.jsonl").read_text() == rows, "a second run measures nothing again"
     assert all({"id", "method", "seconds"} <= set(json.loads(row)) for row in rows.splitlines())
+
+
+def test_the_command_beside_figures_tells_files_by_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where they lie on somebody's machine is not published."""
+    monkeypatch.setattr(
+        "sys.argv", ["/usr/bin/contextmem", "eval", "rag", "--qa", str(tmp_path / "qa.jsonl"), "--top-k", "3"]
+    )
+    assert command() == "contextmem eval rag --qa qa.jsonl --top-k 3"

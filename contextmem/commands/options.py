@@ -89,7 +89,8 @@ def labelled(pair: str) -> tuple[str, str]:
 
 
 def command() -> str:
-    return "contextmem " + " ".join(sys.argv[1:])
+    """The command line as it is printed beside figures: files by their names, for where they lie is nobody's business."""
+    return " ".join(["contextmem", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
 def counts(pairs: list[str] | None) -> dict[int, int] | None:

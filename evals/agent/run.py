@@ -130,11 +130,10 @@ def _report(
             f"| {means['tokens']:.0f} | {means['peak']:.0f} | {nats:.3f} "
             f"| {edits:.2f} | {again:.2f} |"
         )
-    n_quiet = len({row["id"] for row in log.of(kind="replay")} - set(on))
+    quiet = {row["id"] for row in log.of(kind="replay")} - set(on)
     lines += [
         "",
-        f"In {n_quiet} more traces no policy had anything to do.",
-        "",
+        *([f"In {len(quiet)} more traces no policy had anything to do.", ""] if quiet else []),
         "## An edited copy of a result, then the true one",
         "",
         "The same result twice: the first has another number in one place. Asked for the number; `margin`:",
@@ -145,9 +144,11 @@ def _report(
         "| copy retracted by | n | true number | copy's number | margin | true, where recompute is |",
         "|---|---|---|---|---|---|",
     ]
-    known = {row["id"] for row in log.of(kind="stale", method="recompute") if row["score"]}
+    by_method = {method: {row["id"]: row for row in log.of(kind="stale", method=method)} for method in METHODS}
+    asked = set.intersection(*(set(rows) for rows in by_method.values() if rows), set(by_method["both"]))
+    known = {name for name in asked if by_method["recompute"][name]["score"]}
     for method in METHODS:
-        rows = list(log.of(kind="stale", method=method))
+        rows = [row for name, row in by_method[method].items() if name in asked]
         if rows:
             right, low, high = mean_interval([row["score"] for row in rows])
             wrong, margin = mean(row["wrong"] for row in rows), mean(row["margin"] for row in rows)
