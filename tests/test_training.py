@@ -260,6 +260,18 @@ def test_a_share_of_needles_is_in_rulers_wording(layout: Layout, share: float) -
     assert n_ruler == 24 if share else n_ruler < 8
 
 
+def test_answers_come_in_the_dress_that_models_give_them(layout: Layout) -> None:
+    """An eraser that was only trained on bare values goes astray after a quotation mark that the model puts first."""
+    source, starts = NiahSource(PROSE, sizes=((400, 1.0),)), set()
+    for seed in range(40):
+        for erasure in source.sample(layout, random.Random(seed)).erasures:
+            answer = text_of(layout, erasure.answer[:-1])
+            value = "".join(c for c in answer if c.isdigit())
+            if not erasure.own_words:
+                starts.add(answer.partition(value)[0][:3])
+    assert {" ", ' "', " **", "\n\nT"} <= starts
+
+
 def test_a_lone_needle_leaves_no_answer(layout: Layout) -> None:
     sample = NiahSource(PROSE, sizes=((1024, 1.0),), share_lone=1.0).sample(layout, random.Random(0))
     assert len(sample.erasures) == 2

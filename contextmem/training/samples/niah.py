@@ -18,6 +18,8 @@ from contextmem.training.samples.base import Erasure, Sample, register
 __all__ = ["NiahSource"]
 
 _SHARE_ALONE, _SHARE_OTHER_KEY, _SHARE_WITH_PREFIX, _SHARE_LED_IN = 0.5, 0.3, 0.5, 0.3
+_PLAIN, _DRESSED = " {value}.", (' "{value}".', " **{value}**.", "\n\n{prefix} {value}.")
+_SHARE_PLAIN = 0.5  # of answers to a given beginning: models also put values into quotes or bold, or begin once more
 _LEAD_INS = (
     "Note: ",
     "Update: ",
@@ -68,13 +70,13 @@ class NiahSource:
         slots = {needle: spans[place] for needle, place in zip(needles, places, strict=True)}
         asked = [(first, second), (second, first)] + [(rng.choice((first, second)), n) for n in needles if n.key != key]
         with_prefix = rng.random() < _SHARE_WITH_PREFIX
-        return Sample(context, tuple(_erasure(layout, *slots[gone], kept, with_prefix) for gone, kept in asked))
+        return Sample(context, tuple(_erasure(layout, rng, *slots[gone], kept, with_prefix) for gone, kept in asked))
 
     def _lone(self, layout: Layout, rng: random.Random, gone: Needle, never: Needle, n_tokens: int) -> Sample:
         """Nothing is left to answer: whatever the model says about a fact it never saw, told along a value of nobody's."""
         texts, (place,) = haystack(layout, rng, self.prose, [self._passage(layout, rng, gone)], n_tokens)
         context, spans = layout.context(texts)
-        erasures = tuple(_erasure(layout, *spans[place], never, with_prefix) for with_prefix in (True, False))
+        erasures = tuple(_erasure(layout, rng, *spans[place], never, with_prefix) for with_prefix in (True, False))
         return Sample(context, erasures)
 
     def _passage(self, layout: Layout, rng: random.Random, needle: Needle) -> str:
@@ -100,9 +102,10 @@ class NiahSource:
         )
 
 
-def _erasure(layout: Layout, start: int, stop: int, kept: Needle, with_prefix: bool) -> Erasure:
+def _erasure(layout: Layout, rng: random.Random, start: int, stop: int, kept: Needle, with_prefix: bool) -> Erasure:
     question = layout.question("\n\n" + kept.question, kept.prefix if with_prefix else "")
-    answer = f" {kept.value}." if with_prefix else kept.fact
+    form = _PLAIN if rng.random() < _SHARE_PLAIN else rng.choice(_DRESSED)
+    answer = form.format(value=kept.value, prefix=kept.prefix) if with_prefix else kept.fact
     ids = (*layout.codec.encode(answer), *layout.end)
     return Erasure(start, stop, question, ids, "needle", own_words=not with_prefix)
 
