@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -268,6 +269,18 @@ class TestOverflow:
         again = engine.query("what?")
         assert again.metadata["new"] == ["node-1"] and again.metadata["retracted"] == []
         memory.verify()
+
+    def test_a_full_memory_does_not_forget_at_every_query(self, llama_memory: Make) -> None:
+        """Forgetting computes what stays again; room for several nodes is made at once."""
+        memory, times = llama_memory(), []
+        engine = engine_over(memory, on_full="forget")
+        size = memory.context_length // memory.count_tokens("word " * 16)
+        for n in range(48):
+            engine.retriever.nodes = [node("word " * size, f"node-{n}")]
+            times.append(len(engine.query("what?").metadata["forgotten"]))
+        forgetting = [n for n, gone in enumerate(times) if gone]
+        assert len(forgetting) >= 2, "it was full more than once"
+        assert all(later - earlier >= 3 for earlier, later in pairwise(forgetting))
 
 
 class TestRetraction:

@@ -20,6 +20,7 @@ __all__ = ["Inserted", "NodeBridge", "Reconciled"]
 
 _ROOM = "made room for other nodes"
 _REPLACED = "replaced by a newer version"
+_SHARE_FREED = 0.25  # of the context, beside what is needed: forgetting reads what stays again, and so comes seldom
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class NodeBridge:
             nodes: as a retriever returns them; repeated ones count once.
             reserve: tokens to leave free, for a question and its answer.
             on_full: what to do if they do not fit: "error", or "forget" nodes that are not among `nodes`, the ones
-                retrieved longest ago first (recomputed, so that their slots are free again).
+                retrieved longest ago first. What stays is read again then, so a quarter of the context is freed at once.
             options: passed to `ContextMemory.append`.
 
         Raises:
@@ -193,10 +194,11 @@ class NodeBridge:
             key=lambda name: self._last_seen.get(name, 0),
         )
         going: list[str] = []
-        while on_full == "forget" and spare and excess > 0:
+        freed, ample = 0, excess + int(_SHARE_FREED * memory.context_length)
+        while on_full == "forget" and spare and freed < ample:
             going.append(spare.pop(0))
-            excess -= residents[going[-1]].n_tokens
-        if excess > 0:
+            freed += residents[going[-1]].n_tokens
+        if freed < excess:
             raise self._overflow(sizes, reserve)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DependentsWarning)
