@@ -144,6 +144,7 @@ def rag(
     model: ModelOption = EMBEDDED,
     passages: Annotated[int, typer.Option(min=1, help="Passages in the index, at least.")] = 220,
     queries: Annotated[int, typer.Option(min=1, help="Questions, one after the other.")] = 20,
+    planted: Annotated[int, typer.Option(min=0, help="Questions with a planted passage that is retracted.")] = 40,
     top_k: Annotated[int, typer.Option(min=1, help="Passages retrieved for each.")] = 3,
     seed: SeedOption = 0,
 ) -> None:
@@ -158,6 +159,7 @@ def rag(
                 model_name=model,
                 n_passages=passages,
                 n_queries=queries,
+                n_planted=planted,
                 top_k=top_k,
                 seed=seed,
                 command=command(),

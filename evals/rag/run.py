@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.schema import QueryBundle
 
 from contextmem.errors import InvalidInput
 from contextmem.evals.distractor_qa.scoring import contains
@@ -22,7 +23,7 @@ from contextmem.training.samples.distractor_qa import Question, questions_of
 
 __all__ = ["run"]
 
-_LONGEST_ANSWER = 24
+_LONGEST_ANSWER = 40
 _PLANTED = "planted"
 
 
@@ -33,6 +34,7 @@ def run(
     model_name: str = "smollm2-135m-instruct",
     n_passages: int = 220,
     n_queries: int = 20,
+    n_planted: int = 40,
     top_k: int = 3,
     seed: int = 0,
     command: str = "contextmem eval rag",
@@ -45,12 +47,13 @@ def run(
         qa: JSONL files with questions and their documents, or Hugging Face datasets.
         n_passages: passages in the index, at least; those of the first questions.
         n_queries: questions asked, one after the other over the same memory.
+        n_planted: questions for which a passage with another answer is planted; each begins with an empty memory.
         top_k: passages retrieved for each.
 
     Raises:
         InvalidInput: there are fewer passages or questions.
     """
-    asked, passages = _corpus(questions_of(*qa), n_passages, n_queries)
+    asked, passages = _corpus(questions_of(*qa), n_passages, max(n_queries, n_planted))
     subject = Subject.loaded(model_name)
     settings = subject.identity | {
         "qa": [Path(path).name for path in qa],
@@ -68,14 +71,14 @@ def run(
 
     if not all(log.has(str(n), method) for n in range(n_queries) for method in ("one memory", "a new one")):
         lasting = new_engine()
-        for number, question in enumerate(asked):
+        for number, question in enumerate(asked[:n_queries]):
             for method, engine in (("one memory", lasting), ("a new one", new_engine())):
                 _queried(engine, question, str(number), method, log)
             say(f"query {number + 1} of {n_queries}")
-    for number in range(n_queries):
+    for number in range(n_planted):
         if not log.has(f"{_PLANTED}-{number}", _PLANTED):
             _plant(index, new_engine, asked, number, random.Random(f"{seed}-{number}"), log)
-            say(f"planted {number + 1} of {n_queries}")
+            say(f"planted {number + 1} of {n_planted}")
     return _report(log, folder, command, seed, subject.described, len(passages))
 
 
@@ -109,13 +112,18 @@ def _plant(
     rng: random.Random,
     log: RowLog,
 ) -> None:
-    """Put a twin of the supporting passage with another answer into the index; ask, retract it, ask again, twice."""
+    """Put a twin of the supporting passage with another answer into the index; ask, retract it, ask again, twice.
+
+    Without it means: from the other passages that were retrieved beside it, as if it had never come.
+    """
     question = asked[number]
     wrong = _other_answer(question, asked, rng)
-    clean = new_engine().query(question.question).response
     index.insert(Document(text=question.supporting.replace(question.answer, wrong), id_=_PLANTED))
     try:
         fresh = new_engine()  # a retriever knows the nodes that were there when it was made
+        bundle = QueryBundle(question.question)
+        others = [node for node in fresh.retrieve(bundle) if node.node.ref_doc_id != _PLANTED]
+        clean = new_engine().synthesize(bundle, others).response
         misled = fresh.query(question.question)
         is_retrieved = _PLANTED in [source.node.ref_doc_id for source in misled.source_nodes]
         seconds, after, again = 0.0, misled, misled
@@ -193,8 +201,9 @@ def _report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping
         "## A passage with another answer, retracted",
         "",
         "The supporting passage's twin with the answer to another question is put into the index. Of the questions whose",
-        "twin was retrieved: how many are answered rightly without it, how many of those wrongly with it, and of these how",
-        "many rightly again after `engine.retract`, or still with the twin's answer; and nodes the same query put in again.",
+        "twin was retrieved: how many are answered rightly from the other passages alone, how many of those wrongly with",
+        "it, and of these how many rightly again after `engine.retract`, or still with the twin's answer; and nodes that",
+        "the same query put in again.",
         "",
         "| " + " | ".join(heads) + " |",
         "|" + "---|" * len(heads),
