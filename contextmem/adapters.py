@@ -114,10 +114,10 @@ class LoraAdapter:
         if missing := sorted(set(config.target_modules) - set(targets)):
             raise InvalidInput(f"targets leave out {missing[0]!r}, which the adapter has: name it as well.")
         config.target_modules = set(targets)
-        wider = LoraAdapter.untrained(core, config)
+        wider, own = LoraAdapter.untrained(core, config), self.weights
         for name, tensor in wider.weights.items():
-            if name in self.weights:
-                tensor.copy_(self.weights[name])
+            if name in own:
+                tensor.copy_(own[name])
         return wider
 
     @property

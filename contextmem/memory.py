@@ -918,7 +918,7 @@ class ContextMemory:
             try:
                 yield mark
             except BaseException:
-                if self._state is not before:
+                if self._state is not before and not self._closed:
                     self.restore(mark)
                 raise
 

@@ -110,6 +110,13 @@ def test_niah_rows_add_up_and_hold_no_text(place: Path, tmp_path: Path) -> None:
     ] == 0
 
 
+def test_niah_latency_alone_is_reported(place: Path, tmp_path: Path) -> None:
+    """Plots without a sample of exact match have nothing to scale."""
+    options: Any = {"model_name": str(place / "model"), "eraser": str(place / "eraser"), "n_derived": 0}
+    table = run_niah(tmp_path, samples={}, latency_sizes=(700,), repeats=1, say=lambda _: None, **options)
+    assert "| 700 |" in table and (tmp_path / "plot.png").stat().st_size > 0
+
+
 class TestRuler:
     @pytest.fixture
     def material(self, tmp_path: Path) -> Material:

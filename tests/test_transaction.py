@@ -54,6 +54,14 @@ def test_nothing_is_logged_when_nothing_was_done(llama_memory: Make) -> None:
     assert not memory.events
 
 
+def test_the_first_error_shows_when_the_memory_was_closed_inside(llama_memory: Make) -> None:
+    memory = llama_memory()
+    with pytest.raises(ZeroDivisionError), memory.transaction():
+        memory.append("one")
+        memory.close()
+        1 / 0  # noqa: B018
+
+
 def test_an_inner_transaction_can_fail_alone(llama_memory: Make) -> None:
     memory = llama_memory()
     with memory.transaction():

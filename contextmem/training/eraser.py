@@ -161,8 +161,9 @@ def _eraser(model: Any, plan: TrainingPlan) -> KVEraser:
         eraser = KVEraser.from_pretrained(plan.start)
         adapter = eraser.adapter_for(Backbone.of(model))
         if plan.targets and isinstance(adapter, LoraAdapter):
-            torch.manual_seed(plan.seed)
-            eraser = KVEraser(eraser.config, adapter.widened(Backbone.of(model).core, plan.targets))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(plan.seed)
+                eraser = KVEraser(eraser.config, adapter.widened(Backbone.of(model).core, plan.targets))
         identity = backbone_identity(Backbone.of(model))
         eraser.config = replace(eraser.config, identity=identity, max_span_tokens=plan.max_span_tokens)
         return eraser

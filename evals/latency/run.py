@@ -16,7 +16,7 @@ from contextmem.evals.latency.measure import (
 )
 from contextmem.evals.latency.report import write_report
 from contextmem.evals.rows import RowLog
-from contextmem.loading import load_pretrained
+from contextmem.evals.subject import Subject
 
 __all__ = ["run"]
 
@@ -44,7 +44,8 @@ def run(
         n_new: tokens generated a repetition.
     """
     torch.manual_seed(seed)
-    model, tokenizer = load_pretrained(model_name)
+    subject = Subject.loaded(model_name)
+    model, tokenizer = subject.model, subject.tokenizer
     log = RowLog(folder / "rows.jsonl")
     note = say if callable(say) else print
     measure_prefill(model, tokenizer, prefill, repeats, log, note)
@@ -52,5 +53,5 @@ def run(
     measure_retract(model, tokenizer, suffixes, min(repeats, 3), log, note)
     measure_budget(model, tokenizer, budgets, repeats, n_new, log, note)
     measure_ask(model, tokenizer, 1024, 50, log, note)
-    table: str = write_report(log, folder, command, seed, {"model": model_name, "dtype": str(model.dtype)[6:]})
+    table: str = write_report(log, folder, command, seed, subject.described)
     return table

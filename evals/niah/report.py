@@ -320,8 +320,10 @@ def _plot(log: RowLog, figures: dict[str, Any], path: Path) -> None:
         if method in ("recompute", "kveraser", "suffix_repair"):
             right.plot([r["suffix"] for r in rows], [r["edit_s"] for r in rows], ".", markersize=4, label=method)
     _sized(left, figures["seconds"], "edit + question + answer, median seconds")
-    left.set(yscale="log")
-    right.set(xscale="symlog", yscale="log", xlabel="tokens after the erased needle", title="edit alone, seconds")
+    has_rows = bool(figures["seconds"])  # a log scale needs something on it
+    left.set(yscale="log" if has_rows else "linear")
+    right.set(xlabel="tokens after the erased needle", title="edit alone, seconds")
+    right.set(xscale="symlog", yscale="log" if has_rows else "linear")
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
     figure.savefig(path, dpi=110)

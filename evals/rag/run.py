@@ -61,7 +61,9 @@ def run(
         "top_k": top_k,
         "seed": seed,
     }
-    log = RowLog(folder / "rows.jsonl", {**settings, "n_queries": n_queries}, subject.variants(_PLANTED))
+    log = RowLog(
+        folder / "rows.jsonl", {**settings, "n_queries": n_queries, "n_planted": n_planted}, subject.variants(_PLANTED)
+    )
     documents = [Document(text=text, id_=f"passage-{number}") for number, text in enumerate(passages)]
     index = VectorStoreIndex.from_documents(documents, embed_model=SentenceEmbedding())
 
