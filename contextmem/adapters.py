@@ -131,26 +131,26 @@ class LoraAdapter:
 
     @contextmanager
     def attached(self, core: nn.Module) -> Iterator[Any]:
-        swapped: list[tuple[nn.Module, str, nn.Module]] = []
+        swapped: list[tuple[dict[str, Any], str, nn.Module]] = []  # `setattr` on a module takes a hundred times as long
         with self._lock:
             try:
                 for name, layer in self._layers.items():
                     parent_name, _, leaf = name.rpartition(".")
-                    parent = core.get_submodule(parent_name)
-                    original = getattr(parent, leaf)
-                    device = next(original.parameters()).device
-                    if next(layer.lora_A.parameters()).device != device:
+                    children: dict[str, Any] = core.get_submodule(parent_name)._modules
+                    original = children[leaf]
+                    device = original.weight.device
+                    if layer.lora_A[_NAME].weight.device != device:
                         layer.to(device)
-                    layer.base_layer = original
-                    swapped.append((parent, leaf, original))
-                    setattr(parent, leaf, layer)
+                    layer._modules["base_layer"] = original
+                    swapped.append((children, leaf, original))
+                    children[leaf] = layer
                 yield core
             finally:
-                for parent, leaf, original in swapped:
-                    setattr(parent, leaf, original)
+                for children, leaf, original in swapped:
+                    children[leaf] = original
                 detached = nn.Identity()
                 for layer in self._layers.values():
-                    layer.base_layer = detached
+                    layer._modules["base_layer"] = detached
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         StoredLora(self._shadow.peft_config[_NAME], self.weights).save(folder, dtype)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 
-from contextmem.adapters import FullCopy, LoraAdapter, default_targets
+from contextmem.adapters import Adapter, FullCopy, LoraAdapter, default_targets
 from contextmem.arguments import check_choice
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
@@ -144,9 +144,9 @@ class KVEraser(Learned):
         except OSError as error:
             raise StorageError(f"the eraser cannot be written to {place}: {error}") from error
 
-    def check(self, backbone: Backbone, *, has_question: bool = False) -> None:
-        """Raise what `steer` would raise, before anything is computed."""
-        self.adapter_for(backbone)
+    def checked(self, backbone: Backbone, *, has_question: bool = False) -> Adapter:
+        """The adapter to attach; raises what `steer` would raise, before anything is computed."""
+        adapter = self.adapter_for(backbone)
         if self.config.conditioning in ("query", "suffix") and backbone.has_sliding_layers:
             raise UnsupportedEdit(
                 f"conditioning {self.config.conditioning!r} lets a span see later positions, which sliding-window layers "
@@ -156,6 +156,7 @@ class KVEraser(Learned):
             raise InvalidInput(
                 "this eraser is conditioned on the question: pass method=KVErase(question=...). Nothing was changed."
             )
+        return adapter
 
     def steer(
         self,
@@ -181,8 +182,7 @@ class KVEraser(Learned):
             InvalidInput: conditioning "query" and no question.
             UnsupportedEdit: conditioning on later positions, and the model has sliding-window layers.
         """
-        self.check(backbone, has_question=bool(question))
-        adapter = self.adapter_for(backbone)
+        adapter = self.checked(backbone, has_question=bool(question))
         steering: list[Slots] = []
         done = 0
         with backbone.lock, cache.borrowed([(start, start + len(ids)) for start, ids in spans]):

@@ -48,7 +48,7 @@ from contextmem.meaning import Embed, Match, Meanings, embedder, same_words
 from contextmem.progress import Progress, ProgressCallback
 from contextmem.reports import Answer, Report, SegmentStats, Stats
 from contextmem.restorer import RestoreKV
-from contextmem.retraction import Edit, Method, check_cached, choose, method_named
+from contextmem.retraction import Edit, Method, Plan, check_cached, choose, method_named
 from contextmem.state import State, check_room, extended, rebuilt
 from contextmem.targets import Target, known, resolved
 from contextmem.tiers import carried, check_budget, n_tokens_held, opened, recalled, shares_held, within
@@ -395,7 +395,8 @@ class ContextMemory:
                 excess = state.cache.next_position + len(ids) - self.context_length
                 if method.name == "kveraser" and excess > 0:
                     method = method_named("recompute")  # erased slots stay in use, and the new text needs them
-                plan, state = method.plan(edit), self._edited(base, edit, method).landed()
+                plan = method.plan(edit)
+                state = self._edited(base, edit, method, plan).landed()
                 held.cache.release()
             opening = self._dialogue.opened(state.ledger)
             segment = span(self._new_id(), kind, ids, text=text, **fields)
@@ -701,7 +702,7 @@ class ContextMemory:
             if removes and not cascade:
                 self._warn_of_dependents(base, targets)
             seconds = self._take(
-                lambda step: self._edited(base, replace(edit, step=step), chosen),
+                lambda step: self._edited(base, replace(edit, step=step), chosen, plan),
                 plan.tokens,
                 report.tokens_reused,
                 progress,
@@ -1140,12 +1141,12 @@ class ContextMemory:
             return replace(edit, state=opened(self.backbone, state))
         return edit
 
-    def _edited(self, base: State, edit: Edit, method: Method) -> State:
+    def _edited(self, base: State, edit: Edit, method: Method, plan: Plan) -> State:
         after = method.apply(edit)
         if edit.state.is_compacted:  # its tail was cut
             scores = base.scores[..., : after.n_slots] if base.scores is not None else None
             return replace(after, full=base.full, scores=scores)
-        return after if method.plan(edit).guarantee == "exact" else carried(base, after)
+        return after if plan.guarantee == "exact" else carried(base, after)
 
     def _edit_of(self, state: State, targets: tuple[Segment, ...], step: Any) -> Edit:
         return Edit(

@@ -36,7 +36,8 @@ class KVErase:
     def plan(self, edit: Edit) -> Plan:
         if edit.is_tail:
             return Crop().plan(edit)
-        eraser = self._fitting(edit)
+        eraser = self._eraser(edit)
+        eraser.checked(edit.backbone, has_question=bool(self.question))
         longest = max(span.n_tokens for span in edit.inner)
         if longest > eraser.config.max_span_tokens:
             raise UnsupportedEdit(
@@ -50,7 +51,7 @@ class KVErase:
             return Crop().apply(edit)
         cache = without_tail(edit)
         spans = [(span.start, span.token_ids) for span in edit.inner]
-        steering = self._fitting(edit).steer(
+        steering = self._eraser(edit).steer(
             edit.backbone, cache, spans, self._asked(edit), chunk=edit.chunk, step=edit.step
         )
         patches = tuple((start, slots) for (start, _), slots in zip(spans, steering, strict=True))
@@ -62,10 +63,8 @@ class KVErase:
         opened = framing_of(edit.codec).answer_open
         return (*edit.codec.encode(self.question), *opened, *edit.codec.encode(self.prefix))
 
-    def _fitting(self, edit: Edit) -> KVEraser:
-        eraser = self.eraser or edit.eraser()
-        eraser.check(edit.backbone, has_question=bool(self.question))
-        return eraser
+    def _eraser(self, edit: Edit) -> KVEraser:
+        return self.eraser or edit.eraser()
 
 
 def without_tail(edit: Edit) -> SpanCache:
