@@ -70,7 +70,7 @@ def train_eraser(
         }
         plan = TrainingPlan.read(config, flags)
         train_eraser(*load_pretrained(model), plan, out, dtype=dtype)
-        Console().print(f"the eraser is in {out / 'eraser'}, its loss curve in {out / 'loss.png'}", highlight=False)
+        _announce("eraser", out)
 
 
 @train.command("restorer")
@@ -107,4 +107,12 @@ def train_restorer(
         }
         plan = RestorerPlan.read(config, flags)
         train_restorer(*load_pretrained(model), plan, out, dtype=dtype)
-        Console().print(f"the restorer is in {out / 'restorer'}, its loss curve in {out / 'loss.png'}", highlight=False)
+        _announce("restorer", out)
+
+
+def _announce(what: str, out: Path) -> None:
+    """Say where the result lies, once for all processes of a launch."""
+    from accelerate import PartialState
+
+    if PartialState().is_main_process:
+        Console().print(f"the {what} is in {out / what}, its loss curve in {out / 'loss.png'}", highlight=False)

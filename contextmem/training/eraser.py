@@ -118,7 +118,7 @@ def train_eraser(
     folder = Path(folder)
     sources = _sources(plan)
     model.eval().requires_grad_(False)
-    process = PartialState()
+    process = PartialState(cpu=not torch.cuda.is_available())
     backbone, codec = Backbone.of(model), Codec.of(tokenizer)
     layout = Layout(codec, framing_of(codec))
     eraser = _eraser(model, plan)

@@ -60,7 +60,8 @@ class EraserObjective(nn.Module):
         pool: contexts to keep prefilled, with what the teacher says; they must come again to be of use.
         easy: share kept of the erasures that dropping the span's slots would do as well; the others are all kept. Training
             on what masking cannot do is what makes an eraser more than a mask. For the target "teacher".
-        sharpness: factor of the teacher's logits; above 1 the eraser learns what the teacher says rather than how surely.
+        sharpness: factor of the teacher's logits for needles; above 1 the eraser learns what the teacher says rather than
+            how surely. Sentences are learned as they are: sharpened ones made the model surer of every word it said.
     """
 
     def __init__(
@@ -87,25 +88,33 @@ class EraserObjective(nn.Module):
         prepared = self._prepared(sample)
         self.seen += len(sample.erasures)
         self.kept += len(prepared.asked)
-        losses = [self._loss(sample, prepared.context, asked) for asked in prepared.asked]
+        steered: dict[tuple[int, ...], Slots] = {}  # one erase pass for every question about the same erasure
+        losses = [self._loss(sample, prepared.context, asked, steered) for asked in prepared.asked]
         if not losses:
             return {"loss": sum((p.sum() * 0.0 for p in self.eraser.parameters()), torch.zeros(()))}
         self.total += sum(float(loss.detach()) for loss in losses)
         return {"loss": torch.stack(losses).mean()}
 
-    def _loss(self, sample: Sample, context: SpanCache, asked: _Asked) -> Tensor:
-        backbone, adapter = self._held
-        erasure = asked.erasure
+    def _loss(self, sample: Sample, context: SpanCache, asked: _Asked, steered: dict[tuple[int, ...], Slots]) -> Tensor:
+        backbone, erasure = self._held[0], asked.erasure
         start, stop, n = erasure.start, erasure.stop, context.n_slots
-        with torch.no_grad():
-            seen = _seen(backbone, context, erasure, self.conditioning)
-        with adapter.attached(backbone.core) as core:
-            steered = steering(core, backbone, seen, sample.context[start:stop], start)
-        edited = joined([_slots(context, 0, start), steered, _slots(context, stop, n)])
+        key = (start, stop, *(erasure.question if self.conditioning == "query" else ()))
+        if key not in steered:
+            steered[key] = self._steered(sample, context, erasure)
+        edited = joined([_slots(context, 0, start), steered[key], _slots(context, stop, n)])
         logits = answer_logits(backbone, edited, n, erasure.question, asked.answer)
         if asked.taught is None:
             return F.cross_entropy(logits, torch.tensor(asked.answer, device=logits.device))
-        return _divergence(self.sharpness * asked.taught, logits) / _TYPICAL_ANSWER
+        sharpness = self.sharpness if erasure.kind == "needle" else 1.0
+        return _divergence(sharpness * asked.taught, logits) / _TYPICAL_ANSWER
+
+    def _steered(self, sample: Sample, context: SpanCache, erasure: Erasure) -> Slots:
+        """The steering KV, differentiable in the eraser."""
+        backbone, adapter = self._held
+        with torch.no_grad():
+            seen = _seen(backbone, context, erasure, self.conditioning)
+        with adapter.attached(backbone.core) as core:
+            return steering(core, backbone, seen, sample.context[erasure.start : erasure.stop], erasure.start)
 
     @torch.no_grad()
     def _prepared(self, sample: Sample) -> _Prepared:

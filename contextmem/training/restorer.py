@@ -200,7 +200,7 @@ def train_restorer(
     prose = prose_of(*plan.text, part=None if plan.text else TRAIN)
     source = RecallSource(prose, questions_of(*plan.qa) if plan.qa else (), plan.sizes, plan.shares)
     model.eval().requires_grad_(False)
-    process = PartialState()
+    process = PartialState(cpu=not torch.cuda.is_available())
     backbone, codec = Backbone.of(model), Codec.of(tokenizer)
     restorer = _restorer(model, plan)
     before = restorer.config.training

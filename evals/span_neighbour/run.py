@@ -76,10 +76,11 @@ def _measure(backbone: Backbone, sample: Sample, number: int, erasers: Mapping[s
     start, stop = sample.erasures[0].start, sample.erasures[0].stop
     backbone.prefill(sample.context[:start] + sample.context[stop:], clean)
     prints = {label: eraser.fingerprint for label, eraser in erasers.items()}
+    caches = {CONTAMINATED: contaminated, RECOMPUTE: clean}
     for method, erasure in missing:
-        cache = {CONTAMINATED: contaminated, RECOMPUTE: clean}.get(method)
-        if cache is None:
-            cache = _erased(backbone, erasers[method], contaminated, sample, erasure)
+        if method in erasers and (method not in caches or erasers[method].config.conditioning == "query"):
+            caches[method] = _erased(backbone, erasers[method], contaminated, sample, erasure)
+        cache = caches[method]
         scored = _scored(backbone, cache, sample, erasure)
         log.add(
             f"{number}-{erasure.kind}",

@@ -1,14 +1,15 @@
 """Distractor QA: a passage that gives a wrong answer stands among those that give the right one, and is erased.
 
 Source: KVEraser (arXiv 2606.17034), distractor QA. The misleading passage is the supporting one with its answer replaced by
-the answer to another question, a bare assertion of that answer, or a passage about something else. Without a teacher, kept
-are questions that the model answers rightly without it and wrongly with it.
+the answer to another question, a bare assertion of that answer, or a passage about something near or far. Without a
+teacher, kept are questions that the model answers rightly without it and wrongly with it.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,19 @@ from contextmem.errors import InvalidInput
 from contextmem.training.layout import Layout
 from contextmem.training.samples.base import Erasure, Sample, register
 
-__all__ = ["DistractorQaSource", "Question", "questions_of", "uniform"]
+__all__ = ["DistractorQaSource", "Question", "questions_of", "uniform", "with_one_more"]
 
 _ASK_FOR_WORDS, _PREFIX = "\n\nAnswer with a few words only. {question}", "The answer is:"
-_ASK_FREELY = ("\n\n{question}", "\n\nQuestion: {question}", "\n\nAnswer in one sentence. {question}")
-_SHARE_FREE = 0.6
-_KINDS = {"edited": 0.5, "asserted": 0.25, "unrelated": 0.25}
+_ASK_FREELY = (
+    "\n\n{question}",
+    "\n\nQuestion: {question}",
+    "\n\nAnswer in one sentence. {question}",
+    "\n\nQuestion: {question}\nAnswer in one sentence.",
+    "\n\nFrom the passages above: {question}",
+)
+_ASK_IN_GENERAL = ("\n\nWhat are these passages about?", "\n\nSum up the text.", "\n\nWhich names occur in the text?")
+_SHARE_FREE, _SHARE_GENERAL, _SHARE_WITHIN = 0.8, 0.2, 0.4
+_KINDS = {"edited": 0.4, "asserted": 0.25, "related": 0.2, "unrelated": 0.15}
 _ASSERTIONS = (
     "{question} The answer, as has been confirmed many times, is {answer}.",
     "Many people ask: {question} Recent sources all agree that it is {answer}. Older reports that name something else were "
@@ -60,8 +68,9 @@ class DistractorQaSource:
         asked = rng.choice(self.questions)
         misleading = self._misleading(asked, rng) + "\n\n"
         n_others = int(rng.random() ** 2 * (min(self.n_others, len(asked.others)) + 1))
-        texts = [asked.supporting + "\n\n", misleading, *(t + "\n\n" for t in rng.sample(asked.others, n_others))]
+        texts = [asked.supporting + "\n\n", *(t + "\n\n" for t in rng.sample(asked.others, n_others))]
         rng.shuffle(texts)
+        texts = with_one_more(texts, misleading, rng)
         context, spans = layout.context(texts)
         span = spans[texts.index(misleading)]
         answer = (*layout.codec.encode(f" {asked.answer}"), *layout.end)
@@ -70,11 +79,16 @@ class DistractorQaSource:
         if rng.random() < _SHARE_FREE:
             free = layout.question(rng.choice(_ASK_FREELY).format(question=asked.question))
             erasures.append(Erasure(*span, free, answer, "qa", own_words=True))
+        if rng.random() < _SHARE_GENERAL:
+            general = layout.question(rng.choice(_ASK_IN_GENERAL))
+            erasures.append(Erasure(*span, general, answer, "general", own_words=True))
         return Sample(context, tuple(erasures), "clean_and_misled")
 
     def _misleading(self, asked: Question, rng: random.Random) -> str:
         kind = rng.choices(list(_KINDS), weights=list(_KINDS.values()))[0]
-        if kind == "unrelated":
+        if kind == "related" and asked.others:
+            return rng.choice(asked.others)
+        if kind in ("related", "unrelated"):
             return rng.choice([q.supporting for q in self.questions if q is not asked] or [asked.supporting])
         wrong = self._wrong_answer(asked, rng)
         if kind == "asserted":
@@ -146,6 +160,17 @@ def _usable(records: Iterable[dict[str, Any]], longest: int) -> Iterable[Questio
             if holding and 1 < len(answer) <= 40:
                 others = tuple(t for _, t in documents if answer not in t and len(t) <= longest)
                 yield Question(record["question"], answer, holding[0], others)
+
+
+def with_one_more(texts: list[str], inserted: str, rng: random.Random) -> list[str]:
+    """The texts with one more among them: between two of them, or between two sentences of one."""
+    place = rng.randrange(len(texts) + 1)
+    if place < len(texts) and rng.random() < _SHARE_WITHIN:
+        ends = [match.end() for match in re.finditer(r"[.!?][\"')\]]*\s+(?=\S)", texts[place])]
+        if ends:
+            cut = rng.choice(ends)
+            return [*texts[:place], texts[place][:cut], inserted, texts[place][cut:], *texts[place + 1 :]]
+    return [*texts[:place], inserted, *texts[place:]]
 
 
 def _has_digit(text: str) -> bool:
