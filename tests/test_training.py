@@ -227,10 +227,12 @@ def test_contexts_of_a_pool_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_sharper_teacher_is_surer_of_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of needles: sentences that were taught so came out surer of every word than the model is."""
     model = tiny_model("llama")
     backbone = Backbone.of(model)
     adapter = KVEraser.untrained(model).adapter_for(backbone)
-    sample = Sample(tuple(range(5, 60)), (Erasure(40, 55, (7, 8), (9, 2), "test"),))
+    sample = Sample(tuple(range(5, 60)), (Erasure(40, 55, (7, 8), (9, 2), "needle"),))
+    sentence = Sample(tuple(range(5, 60)), (Erasure(40, 55, (7, 8), (9, 2), "qa"),))
     taught: list[torch.Tensor] = []
 
     def watched(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -240,19 +242,24 @@ def test_a_sharper_teacher_is_surer_of_the_same_words(monkeypatch: pytest.Monkey
     monkeypatch.setattr("contextmem.training.objective._divergence", watched)
     for sharpness in (1.0, 2.0):
         EraserObjective(backbone, adapter, sharpness=sharpness)(sample)
-    plain, sharp = taught
+        EraserObjective(backbone, adapter, sharpness=sharpness)(sentence)
+    plain, sentence_once, sharp, sentence_again = taught
+    assert torch.equal(sentence_once, sentence_again)
     assert torch.equal(plain.argmax(-1), sharp.argmax(-1))
     assert torch.allclose(sharp, (2 * plain).log_softmax(-1), atol=1e-5)
     assert (sharp.exp().amax(-1) > plain.exp().amax(-1)).all()
 
 
+@pytest.mark.parametrize(("kind", "name"), [("needle", "_HARD"), ("qa", "_MISLED")])
 @pytest.mark.parametrize("limit", [0.0, 1e9])
-def test_what_a_mask_does_as_well_is_left_out(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+def test_what_teaches_little_is_left_out(monkeypatch: pytest.MonkeyPatch, limit: float, kind: str, name: str) -> None:
+    """Needles that a mask would erase as well; passages that hardly change what is said."""
     model = tiny_model("llama")
     eraser = moved(KVEraser.untrained(model), model)
     backbone = Backbone.of(model)
-    monkeypatch.setattr("contextmem.training.objective._HARD", limit)
-    sample = Sample(tuple(range(5, 60)), (Erasure(20, 30, (7, 8), (9, 2), "test"),))
+    for threshold in ("_HARD", "_MISLED"):
+        monkeypatch.setattr(f"contextmem.training.objective.{threshold}", limit if threshold == name else 1e9 - limit)
+    sample = Sample(tuple(range(5, 60)), (Erasure(20, 30, (7, 8), (9, 2), kind),))
     objective = EraserObjective(backbone, eraser.adapter_for(backbone), easy=0.0)
     loss = float(objective(sample)["loss"].detach())
     assert (objective.kept, loss > 0) == ((1, True) if limit == 0.0 else (0, False))

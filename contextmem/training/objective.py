@@ -31,6 +31,7 @@ _TYPICAL_ANSWER = (
     8  # tokens: divergences are summed over an answer, for most of its tokens say nothing about the erasure
 )
 _HARD = 0.15  # nats between the teacher and the masked context, summed over the answer
+_MISLED = 1.0  # nats between the teacher and the contaminated context
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class EraserObjective(nn.Module):
     Attributes:
         target: "teacher" (the model in a context without the span) or "answer".
         pool: contexts to keep prefilled, with what the teacher says; they must come again to be of use.
-        easy: share kept of the erasures that dropping the span's slots would do as well; the others are all kept. Training
-            on what masking cannot do is what makes an eraser more than a mask. For the target "teacher".
+        easy: share kept of the erasures that teach little: needles that dropping their slots would erase as well, and
+            passages that hardly change what the model says; the others are all kept. Training on what masking cannot do is
+            what makes an eraser more than a mask. For the target "teacher".
         sharpness: factor of the teacher's logits for needles; above 1 the eraser learns what the teacher says rather than
             how surely. Sentences are learned as they are: sharpened ones made the model surer of every word it said.
     """
@@ -135,16 +137,20 @@ class EraserObjective(nn.Module):
         return prepared
 
     def _is_kept(self, sample: Sample, number: int, context: SpanCache, asked: _Asked) -> bool:
-        """Every erasure that a mask would get wrong, and a share of the others, the same ones every time."""
+        """Every needle that a mask would get wrong, every passage that misleads; a share of the others, always the same."""
         if self.easy >= 1 or random.Random(f"{sample.context[:64]}-{number}").random() < self.easy:
             return True
         backbone, _ = self._held
-        masked = context.select(((0, asked.erasure.start), (asked.erasure.stop, context.n_slots)))
-        ids = [*asked.erasure.question, *asked.answer[:-1]]
-        logits = backbone.forward(ids, masked, all_logits=True)[-len(asked.answer) :]
-        masked.release()
+        erasure = asked.erasure
+        if erasure.kind == "needle":
+            seen, least = context.select(((0, erasure.start), (erasure.stop, context.n_slots))), _HARD
+        else:
+            seen, least = context.view(), _MISLED
+        ids = [*erasure.question, *asked.answer[:-1]]
+        logits = backbone.forward(ids, seen, all_logits=True)[-len(asked.answer) :]
+        seen.release()
         assert asked.taught is not None
-        return float(_divergence(asked.taught, logits)) > _HARD
+        return float(_divergence(asked.taught, logits)) > least
 
     def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:
         if sample.check == "none":
