@@ -196,7 +196,7 @@ def test_eval_latency_on_a_tiny_model(tmp_path: Path) -> None:
 
 def test_the_command_beside_figures_tells_files_by_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where they lie on somebody's machine is not published."""
-    monkeypatch.setattr(
-        "sys.argv", ["/usr/bin/contextmem", "eval", "rag", "--qa", str(tmp_path / "qa.jsonl"), "--top-k", "3"]
-    )
-    assert command() == "contextmem eval rag --qa qa.jsonl --top-k 3"
+    words = ["eval", "rag", "--qa", str(tmp_path / "a=b.jsonl"), f"--text={tmp_path}/c.txt", "--top-k", "3"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/contextmem", *words, "--eraser", f"stage 2={tmp_path}/mine"])
+    told = "contextmem eval rag --qa a=b.jsonl --text=c.txt --top-k 3 --eraser 'stage 2=mine'"
+    assert command() == told

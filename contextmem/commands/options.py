@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +91,13 @@ def labelled(pair: str) -> tuple[str, str]:
 
 def command() -> str:
     """The command line as it is printed beside figures: files by their names, for where they lie is nobody's business."""
-    return " ".join(["contextmem", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
+    return " ".join(["contextmem", *(shlex.quote(_named(word)) for word in sys.argv[1:])])
+
+
+def _named(word: str) -> str:
+    """A word of the command line without the folders of `FILE` or `LABEL=FILE`."""
+    label, equals, value = ("", "", word) if Path(word).is_absolute() else word.rpartition("=")
+    return f"{label}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
 
 def counts(pairs: list[str] | None) -> dict[int, int] | None:
