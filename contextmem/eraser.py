@@ -22,6 +22,7 @@ from contextmem.cache import Slots, SpanCache
 from contextmem.errors import InvalidInput, StorageError, UnsupportedEdit
 from contextmem.identity import backbone_identity
 from contextmem.learned import Learned, LearnedConfig, folder_of, lora_config, stored_lora
+from contextmem.loading import no_progress_bars
 
 __all__ = ["CONDITIONINGS", "EraserConfig", "KVEraser"]
 
@@ -126,9 +127,9 @@ class KVEraser(Learned):
     def _full_from(cls, folder: Path, config: EraserConfig) -> Self:
         from transformers import AutoModelForCausalLM
 
-        return cls(
-            config, FullCopy(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().requires_grad_(False))
-        )
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return cls(config, FullCopy(model.eval().requires_grad_(False)))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
         """Write configuration and weights in PEFT's layout (for a full copy: transformers'), weights as `dtype`.
