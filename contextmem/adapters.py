@@ -131,7 +131,7 @@ class LoraAdapter:
 
     @contextmanager
     def attached(self, core: nn.Module) -> Iterator[Any]:
-        swapped: list[tuple[dict[str, Any], str, nn.Module]] = []  # `setattr` on a module takes a hundred times as long
+        swapped: list[tuple[dict[str, Any], str, nn.Module]] = []  # not by `setattr`, which is slow on modules
         with self._lock:
             try:
                 for name, layer in self._layers.items():

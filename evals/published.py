@@ -24,6 +24,8 @@ def published(
 ) -> str:
     """Write metrics.json and table.md into `folder`; returns the table: title, provenance, and the lines of `body`.
 
+    What a reader must know about how the rows were measured stands in `folder`/conditions.md, written by hand.
+
     Args:
         subject: what was measured, see `Subject.described`.
     """
@@ -31,6 +33,8 @@ def published(
     record = {"command": command, "seed": seed, "environment": used, "figures": figures}
     (folder / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
     told = ", ".join(f"{name} {value}" for name, value in used.items())
-    table = "\n".join([f"# {title}", "", f"`{command}`, seed {seed}; {told}.", "", *body]) + "\n"
+    noted = folder / "conditions.md"
+    conditions = [noted.read_text().strip(), ""] if noted.exists() else []
+    table = "\n".join([f"# {title}", "", f"`{command}`, seed {seed}; {told}.", "", *conditions, *body]) + "\n"
     (folder / "table.md").write_text(table)
     return table

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -449,9 +450,9 @@ class TestTrainer:
         fresh = load_file(tmp_path / "start/adapter_model.safetensors")
         moved_by = sum(float((one[name] - fresh[name]).float().square().sum()) for name in one) ** 0.5
         apart = sum(float((one[name] - two[name]).float().square().sum()) for name in one) ** 0.5
-        print(f"moved by {moved_by:.4f}, apart {apart:.4f}")
-        # Equal with transformers 5.24; with 5.2 apart by 0.13 of the way, though contexts, losses and rates are the same.
-        assert moved_by > 0.01 and apart < 0.25 * moved_by
+        # transformers 5.2 divides the gradients that one process adds up twice, so that fewer of them are clipped.
+        limit = 0.25 if version("transformers").startswith("5.2.") else 0.01
+        assert moved_by > 0.01 and apart < limit * moved_by
 
     def test_a_full_copy_trains_and_saves(self, tmp_path: Path) -> None:
         plan = TrainingPlan(**self.PLAN | {"adapter": "full", "stage1_steps": 0, "stage2_steps": 1})

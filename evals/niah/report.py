@@ -134,7 +134,7 @@ def _latency(log: RowLog) -> dict[str, Any]:
         fastest = min(middle[m]["seconds"] for m in LATENCY_METHODS[:2])
         table[str(size)] = {
             **middle,
-            "n": len(rows["kveraser"]),
+            "n": {m: len(some) for m, some in rows.items()},
             "threads": _threads(log, "latency"),
             "recompute / kveraser": fastest / middle["kveraser"]["seconds"],
             "edit / bare forward": middle["kveraser"]["edit_s"] / middle[LATENCY_METHODS[3]]["edit_s"],
@@ -234,7 +234,7 @@ def _latency_lines(table: dict[str, Any]) -> Iterable[str]:
         "",
         f"The needle stands in the middle; edit + question + {N_DECODED} answer tokens, medians, {threads} threads.",
         "`recompute` is in chunks; the ratio is against the faster of both. `edit / bare`: against a bare forward of the",
-        "span over the same prefix.",
+        "span over the same prefix. n: repetitions of `recompute`, of `kveraser`.",
         "",
     )
     columns = [
@@ -256,7 +256,7 @@ def _latency_lines(table: dict[str, Any]) -> Iterable[str]:
                 *(f"{row['kveraser'][part]:.3f}" for part in ("edit_s", "query_s", "decode_s")),
                 f"{row['recompute / kveraser']:.1f}",
                 f"{row['edit / bare forward']:.2f}",
-                str(row["n"]),
+                f"{row['n']['recompute']}, {row['n']['kveraser']}",
             ]
             for size, row in table.items()
         ],
