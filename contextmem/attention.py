@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -42,13 +43,15 @@ class Attended(Protocol):
 
 
 @contextmanager
-def switched(core: Any, watch: Watch | None = None, *, masked: bool = True) -> Iterator[None]:
+def switched(core: Any, watch: Watch | None = None, *, masked: bool = True, folded: bool = False) -> Iterator[None]:
     """Attention of `core` through our function; hold the backbone's lock round it. May be nested.
 
     Args:
         core: a causal language model.
         watch: called before the attention of every layer; None leaves an outer one in place.
         masked: whether masks are needed; what is `Attended` needs none.
+        folded: attend without copying keys and values for every query head of a group, which costs most where a few queries
+            look at a long cache; the same up to rounding. False leaves what an outer one says.
 
     Raises:
         UnsupportedEdit: the model's attention implementation is another than sdpa or eager.
@@ -62,6 +65,7 @@ def switched(core: Any, watch: Watch | None = None, *, masked: bool = True) -> I
         )
     before = vars(_local).copy()
     _local.watch, _local.masked = watch or before.get("watch"), masked
+    _local.folded = folded or before.get("folded", False)
     with _COUNTS_LOCK:  # models may share a configuration, each under a lock of its own
         _COUNTS[id(config)] = _COUNTS.get(id(config), 0) + 1
         config._attn_implementation = _PREFIX + previous
@@ -95,6 +99,9 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             if extra := [name for name in _EXTRAS if kwargs.get(name) is not None]:
                 raise UnsupportedEdit(f"attention with {extra[0]} is not computed over a compacted cache")
             return key.attend(query, scale, kwargs["position_ids"]).transpose(1, 2).contiguous(), None
+        plain = not any(kwargs.get(name) is not None for name in _EXTRAS)
+        if getattr(_local, "folded", False) and plain and isinstance(attention_mask, Tensor):
+            return _folded(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
         # Eager attention is a function of the model's own file, which no registry knows.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         inner = ALL_ATTENTION_FUNCTIONS.get_interface(previous, eager)
@@ -104,6 +111,15 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return output
 
     return attention
+
+
+def _folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention in which the query heads of a group are further queries of their KV head."""
+    n_heads, n = keys.shape[1], query.shape[2]
+    group = query.shape[1] // n_heads
+    grouped = query.reshape(1, n_heads, group * n, -1)
+    mask = mask[:, :1, -n:, : keys.shape[2]].repeat(1, 1, group, 1)
+    return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).reshape(query.shape)
 
 
 def _mask_of(previous: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ positions after it; the KV they get joins the evicted cache in every layer and h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from contextmem.adapters import Adapter, LoraAdapter, StoredLora, default_targets
+from contextmem.attention import switched
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
 from contextmem.errors import InvalidInput, StorageError
@@ -58,7 +60,15 @@ class RestoreKV(Learned):
 
     @classmethod
     def untrained(
-        cls, model: Any, *, n: int = 8, rank: int = 8, alpha: int = 16, evictor: str = "kvzip", seed: int = 0
+        cls,
+        model: Any,
+        *,
+        n: int = 8,
+        rank: int = 8,
+        alpha: int = 16,
+        evictor: str = "kvzip",
+        targets: Sequence[str] | None = None,
+        seed: int = 0,
     ) -> Self:
         """A fresh restorer for `model`: embeddings from N(0, 0.02), LoRA on attention and MLP projections.
 
@@ -66,6 +76,7 @@ class RestoreKV(Learned):
             n: restore slots.
             rank, alpha: of the LoRA matrices.
             evictor: what it will be trained beside.
+            targets: names of the modules to adapt; default: the projections of attention and MLP.
             seed: of the initial weights.
         """
         if not isinstance(n, int) or n < 1:
@@ -81,7 +92,7 @@ class RestoreKV(Learned):
             torch.manual_seed(seed)
             width = core.get_input_embeddings().weight.shape[1]
             embeddings = torch.randn(n, width) * _INITIAL_DEVIATION
-            lora = lora_config(rank, alpha, default_targets(core, mlp=True))
+            lora = lora_config(rank, alpha, list(targets or default_targets(core, mlp=True)))
             return cls(config, LoraAdapter.untrained(core, lora), embeddings)
 
     @classmethod
@@ -144,7 +155,7 @@ class RestoreKV(Learned):
         """
         adapter = self.adapter_for(backbone)
         seen = cache.view()
-        with backbone.lock, adapter.attached(backbone.core) as core:
+        with backbone.lock, adapter.attached(backbone.core) as core, switched(core, folded=True):
             runner = Backbone.of(core)
             embeddings = self.embeddings.detach().to(runner.device, runner.dtype)
             runner.forward_embeddings(embeddings, seen)

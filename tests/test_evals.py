@@ -8,22 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import build, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from contextmem import ContextMemory, InvalidInput, KVEraser, RestoreKV
+from contextmem.compaction import compacted
 from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.niah.measure import METHODS, PROBES
 from contextmem.evals.niah.run import run as run_niah
 from contextmem.evals.niah.samples import derived_haystack, filled, haystack_of
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler import TASKS, Case, Material
+from contextmem.evals.ruler.controls import CONTROLS
+from contextmem.evals.ruler.measure import Asked
 from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
 from contextmem.retraction import METHODS as RETRACTIONS
 from contextmem.training.layout import Layout
 from contextmem.training.prose import HELD_OUT, prose_of
 from contextmem.training.samples.distractor_qa import questions_of
+
+TOKENIZER = tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +179,54 @@ class TestRuler:
         again = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
         assert again[:10] == rows and len(again) == 20
         assert all(f"| {method} |" in table for method in methods - {"full cache"})
+        for row in again:
+            assert 0 < row["mass"] <= 1 and 0 <= row.get("mass_restored", 0) < row["mass"]
+            assert (row.get("mass_restored", 0) > 0) == ("+" in row["method"])
         assert (tmp_path / "out/plot.png").stat().st_size > 0
+
+    def test_controls_stand_in_the_place_of_the_slots(
+        self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An untrained LoRA changes nothing; empty positions and slots that left get no attention."""
+        monkeypatch.setattr(Case, "score", lambda self, answer: 0.5)
+        model = AutoModelForCausalLM.from_pretrained(place / "model")
+        RestoreKV.untrained(model, n=4, evictor="knorm").save_pretrained(tmp_path / "restorer")
+        run_ruler(
+            tmp_path,
+            model_name=str(place / "model"),
+            tasks=("niah_single_2",),
+            evictors=("knorm",),
+            ratios=(0.2,),
+            restorers={"knorm": str(tmp_path / "restorer"), "knorm/other": str(tmp_path / "restorer")},
+            controls=tuple(CONTROLS),
+            samples={600: 1},
+            say=lambda _: None,
+        )
+        rows = {row["method"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
+        restored = rows["knorm+restore@0.2"]
+        assert rows["knorm+without-lora@0.2"]["kl"] == restored["kl"] == rows["knorm+other@0.2"]["kl"]
+        assert rows["knorm+from-evicted@0.2"]["kl"] != restored["kl"] and restored["mass_restored"] > 0
+        for name in ("positions-only", "dropped"):
+            assert rows[f"knorm+{name}@0.2"]["mass_restored"] == 0 and rows[f"knorm+{name}@0.2"]["kl"] != restored["kl"]
+        assert rows["knorm+positions-only@0.2"]["held"] == pytest.approx(restored["held"] - 4)
+
+    def test_the_mass_is_the_models_attention(self, place: Path) -> None:
+        """Against the weights that eager attention returns, over a dense cache and one in which every pair was kept."""
+        memory = ContextMemory(
+            AutoModelForCausalLM.from_pretrained(place / "model", attn_implementation="eager"), TOKENIZER
+        )
+        memory.append("The castle stands in Prague. " * 4)
+        asked = Asked(memory, Case("", "Where is it?", "It is", ("Prague",), longest=8))
+        answer = (70, 71, 72)
+        ids = [*memory.token_ids, *asked.prompt, *answer]
+        with torch.no_grad():
+            weights = memory.model(torch.tensor([ids]), output_attentions=True).attentions
+        n = memory.seq_length
+        expected = torch.stack([layer[0, :, -3:, :n].sum(-1).mean() for layer in weights]).mean()
+        cache = memory._state.cache
+        keep = torch.ones(len(cache.layers), cache.layers[0].keys.shape[1], n, dtype=torch.bool)
+        for one in (cache, compacted(cache, keep, memory.backbone.windows)):
+            assert asked.told(one, answer).mass == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_span_neighbour_rows_add_up(place: Path, tmp_path: Path) -> None:

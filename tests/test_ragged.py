@@ -221,3 +221,16 @@ def test_what_a_layer_attends_with_can_be_watched(model: Any) -> None:
     if backbone.windows[0] is not None:
         causal &= torch.ones_like(causal).triu(1 - backbone.windows[0])
     assert torch.allclose(weights.masked_fill(~causal, -1e30).softmax(-1), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_new", [1, 7])
+def test_folded_attention_is_the_models_own(model: Any, n_new: int) -> None:
+    """Few queries over a longer cache, and one; a watch of an outer block stays."""
+    backbone = Backbone.of(model)
+    before, ids = prefilled(backbone, IDS[:N_CONTEXT]), IDS[N_CONTEXT : N_CONTEXT + n_new]
+    plain = backbone.forward(ids, before.view(), all_logits=True)
+    seen: list[int] = []
+    with backbone.lock, switched(model, lambda layer, *_: seen.append(layer)), switched(model, folded=True):
+        folded = backbone.forward(ids, before.view(), all_logits=True)
+    assert (folded - plain).abs().max() <= 5 * floor(model, IDS[: N_CONTEXT + n_new])
+    assert seen == list(range(backbone.n_layers))

@@ -45,7 +45,8 @@ def test_untrained_slots_are_the_models_own_kv_of_the_embeddings(model: Any) -> 
             **{memory.backbone.cache_argument: cache},
         )
     for (keys, values), layer in zip(slots, cache.layers, strict=True):
-        assert torch.equal(keys, layer.keys[:, :, -5:]) and torch.equal(values, layer.values[:, :, -5:])
+        torch.testing.assert_close(keys, layer.keys[:, :, -5:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values, layer.values[:, :, -5:], rtol=1e-4, atol=1e-5)
     after = state_tensors(memory)
     assert all(torch.equal(before[name], after[name]) for name in before)
 

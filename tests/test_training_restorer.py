@@ -24,8 +24,9 @@ from contextmem.ragged import RaggedCache
 from contextmem.training.layout import Layout
 from contextmem.training.prose import TRAIN, prose_of
 from contextmem.training.recall import RecallSample, RecallSource
-from contextmem.training.restorer import RestorerObjective, RestorerPlan, symmetric_kl, train_restorer
+from contextmem.training.restorer import RestorerObjective, RestorerPlan, answer_of, symmetric_kl, train_restorer
 from contextmem.training.samples.distractor_qa import questions_of
+from contextmem.training.trainer import Samples
 
 PROSE = prose_of(part=TRAIN)
 CONTEXT = tuple(int(i) for i in torch.randint(3, 259, (120,), generator=torch.Generator().manual_seed(5)))
@@ -71,7 +72,7 @@ def test_the_student_is_the_librarys_own_compacted_cache(model: Any) -> None:
     """The loss is the divergence between a dense cache and the ragged one with restore slots that a memory would hold."""
     backbone, codec = Backbone.of(model), Codec.of(tiny_tokenizer_kept())
     restorer = moved(RestoreKV.untrained(model, n=4), model)  # type: ignore[arg-type]
-    sample = RecallSample(CONTEXT, ((7, 8, 9),), 2, 0.3)
+    sample = RecallSample(CONTEXT, ((7, 8, 9),), ((),), 2, 0.3)
     objective = RestorerObjective(backbone, codec, restorer, EVICTORS["knorm"])  # type: ignore[arg-type]
     loss = float(objective(sample)["loss"].detach())
 
@@ -89,7 +90,7 @@ def test_the_student_is_the_librarys_own_compacted_cache(model: Any) -> None:
     while True:
         taught.append(logits)
         token = int(logits.argmax())
-        if token == 2 or len(taught) == 24:
+        if token == 2 or len(taught) == 32:
             break
         logits = backbone.forward([token], full)
         told.append(backbone.forward([token], ragged))
@@ -105,7 +106,7 @@ def test_gradients_reach_the_restorer_and_nothing_else(model: Any) -> None:
     try:
         objective = RestorerObjective(backbone, codec, restorer, EVICTORS["knorm"])  # type: ignore[arg-type]
         objective.requires_grad_(True)
-        objective(RecallSample(CONTEXT, ((7, 8),), 2, 0.3))["loss"].backward()
+        objective(RecallSample(CONTEXT, ((7, 8),), ((),), 2, 0.3))["loss"].backward()
         grads = {name: p.grad for name, p in objective.named_parameters()}
         assert grads["embeddings"] is not None and bool(grads["embeddings"].abs().sum() > 0)
         assert any(g is not None and bool(g.abs().sum() > 0) for name, g in grads.items() if "lora_A" in name)
@@ -120,7 +121,7 @@ def test_contexts_of_a_pool_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -
     model = tiny_model("llama")
     restorer = moved(RestoreKV.untrained(model, n=4), model)  # type: ignore[arg-type]
     backbone, codec, evictor = Backbone.of(model), Codec.of(tiny_tokenizer_kept()), EVICTORS["knorm"]
-    samples = [RecallSample(CONTEXT[i:], ((7, 8), (9, 10, 11)), 2, 0.3) for i in range(3)]
+    samples = [RecallSample(CONTEXT[i:], ((7, 8), (9, 10, 11)), ((), ()), 2, 0.3) for i in range(3)]
     objective = RestorerObjective(backbone, codec, restorer, evictor, pool=2)  # type: ignore[arg-type]
     plain = RestorerObjective(backbone, codec, restorer, evictor)  # type: ignore[arg-type]
     fed: list[int] = []
@@ -132,6 +133,62 @@ def test_contexts_of_a_pool_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -
     assert n_first and len(fed) - n_first == n_first // 3, "only the third, which the pool had no place for"
     assert again == first
     assert first == pytest.approx([float(plain(sample)["loss"].detach()) for sample in samples], rel=1e-3)
+
+
+@pytest.mark.parametrize("draft", ["right", "wrong in the middle", "too short", "none"])
+def test_a_draft_changes_no_answer(model: Any, draft: str) -> None:
+    backbone = Backbone.of(model)
+    full = backbone.new_cache()
+    backbone.prefill(CONTEXT, full)
+    seen, question = full.view(), (7, 8, 9)
+    decoded = [int(backbone.forward(question, seen).argmax())]
+    while len(decoded) < 32:
+        decoded.append(int(backbone.forward(decoded[-1:], seen).argmax()))
+    end = decoded[20]
+    decoded = decoded[: decoded.index(end) + 1]
+    middle = len(decoded) // 2
+    drafts = {
+        "right": (*decoded, 5, 5),
+        "wrong in the middle": (*decoded[:middle], decoded[middle] + 1, 5),
+        "too short": decoded[:middle],
+        "none": (),
+    }
+    assert answer_of(backbone, full, question, drafts[draft], end) == tuple(decoded)
+    assert full.n_slots == len(CONTEXT)
+
+
+def test_notes_spare_scoring_and_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later run, with another restorer, prepares the same from them; one beside another evictor does not use them."""
+    model = tiny_model("llama")
+    backbone, codec = Backbone.of(model), Codec.of(tiny_tokenizer_kept())
+    sample = RecallSample(CONTEXT, ((7, 8), (9, 10, 11)), ((), (12,)), 2, 0.3)
+    restorer = moved(RestoreKV.untrained(model, n=4), model)  # type: ignore[arg-type]
+
+    def loss(evictor: str) -> float:
+        objective = RestorerObjective(backbone, codec, restorer, EVICTORS[evictor], notes=tmp_path)  # type: ignore[arg-type]
+        return float(objective(sample)["loss"].detach())
+
+    first = loss("knorm")
+    (file,) = tmp_path.iterdir()
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("scored again")
+
+    monkeypatch.setattr(type(EVICTORS["knorm"]), "scores", refuse)
+    assert loss("knorm") == first
+    loss("snapkv")
+    assert len(list(tmp_path.iterdir())) == 2
+    file.write_bytes(b"damaged")
+    with pytest.raises(AssertionError, match="scored again"):
+        loss("knorm")
+
+
+def test_contexts_come_again_with_another_share(layout: Layout) -> None:
+    source = RecallSource(PROSE, sizes=(300, 400))
+    samples = Samples(layout, {"recall": source}, {"recall": 1.0}, 6, "0", 2, source.with_another_share)
+    first, again, third = samples[0], samples[2], samples[4]
+    assert first.context == again.context == third.context != samples[1].context
+    assert len({first.share, again.share, third.share}) == 3 and samples[2] == again
 
 
 class TestTrainer:
@@ -174,6 +231,14 @@ class TestTrainer:
         assert RestoreKV.from_pretrained(tmp_path / "killed/restorer").config == trained.config
         assert trained.config.training["steps"] == 4 and trained.config.evictor == "knorm"
 
+    def test_parts_can_be_left_as_they_are(self, tmp_path: Path) -> None:
+        plan = RestorerPlan(**self.PLAN | {"steps": 1, "targets": ("q_proj", "v_proj"), "fixed_embeddings": True})
+        trained = train_restorer(self.model(), tiny_tokenizer_kept(), plan, tmp_path)
+        untrained = RestoreKV.untrained(self.model(), n=3, rank=2, seed=plan.seed)
+        assert torch.equal(trained.embeddings, untrained.embeddings)
+        names = set(load_file(tmp_path / "restorer/adapter_model.safetensors"))
+        assert {name.split(".")[-3] for name in names} == {"q_proj", "v_proj"}
+
     def test_training_lowers_the_loss(self) -> None:
         model = tiny_model("llama").requires_grad_(False)
         restorer = RestoreKV.untrained(model, n=4, rank=4)
@@ -184,7 +249,7 @@ class TestTrainer:
         losses = []
         for _ in range(25):
             optimizer.zero_grad()
-            loss = objective(RecallSample(CONTEXT, ((7, 8), (20, 21)), 2, 0.15))["loss"]
+            loss = objective(RecallSample(CONTEXT, ((7, 8), (20, 21)), ((), ()), 2, 0.15))["loss"]
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))

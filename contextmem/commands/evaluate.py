@@ -229,7 +229,10 @@ def ruler(
     out: ResultsOption = Path("evals/ruler/results"),
     model: ModelOption = EMBEDDED,
     restorer: Annotated[
-        list[str] | None, typer.Option(help="EVICTOR=FOLDER or hub id, repeatable; default: the shipped ones.")
+        list[str] | None,
+        typer.Option(
+            help="EVICTOR=FOLDER or hub id, EVICTOR/NAME=FOLDER for a further one, repeatable; default: the shipped ones."
+        ),
     ] = None,
     dtype: DtypeOption = None,
     text: TextOption = None,
@@ -240,6 +243,13 @@ def ruler(
     tasks: Annotated[str, typer.Option(help="Names with commas; default: all.")] = "",
     evictors: Annotated[str, typer.Option(help="Names with commas; default: all.")] = "",
     ratios: Annotated[str, typer.Option(help="Parts that are kept, with commas, such as 0.1,0.3.")] = "",
+    controls: Annotated[
+        str,
+        typer.Option(
+            help="What else to put in the place of restore slots, with commas: positions-only, without-lora, from-evicted, "
+            "dropped."
+        ),
+    ] = "",
     samples: Annotated[
         list[str] | None, typer.Option(help="TOKENS=N, repeatable; default: 25 cases a task at 1,024 and 2,048.")
     ] = None,
@@ -248,6 +258,7 @@ def ruler(
     """Ask a compacted memory: RULER-style tasks by evictor and budget, with and without restore slots."""
     with clean_errors(), extra("evals"):
         from contextmem.evals.ruler import TASKS
+        from contextmem.evals.ruler.controls import CONTROLS
         from contextmem.evals.ruler.run import run
         from contextmem.eviction import EVICTORS
 
@@ -255,6 +266,8 @@ def ruler(
             check_choice("a task", name, tuple(TASKS))
         for name in names(evictors):
             check_choice("an evictor", name, tuple(EVICTORS))
+        for name in names(controls):
+            check_choice("a control", name, tuple(CONTROLS))
         print(
             run(
                 out,
@@ -267,6 +280,7 @@ def ruler(
                 tasks=names(tasks),
                 evictors=names(evictors),
                 ratios=ratios_of(ratios),
+                controls=names(controls),
                 samples=counts(samples),
                 seed=seed,
                 command=command(),

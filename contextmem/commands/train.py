@@ -88,6 +88,10 @@ def train_restorer(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of the LoRA matrices.")] = None,
     seed: SeedOfRunOption = None,
+    notes: Annotated[
+        Path | None,
+        typer.Option(help="Folder for scores and teacher's answers, which runs may share; default: in OUT."),
+    ] = None,
 ) -> None:
     """Train a restorer; stop it at any time and start it again to go on."""
     with clean_errors(), extra("train"):
@@ -106,7 +110,7 @@ def train_restorer(
             "seed": seed,
         }
         plan = RestorerPlan.read(config, flags)
-        train_restorer(*load_pretrained(model), plan, out, dtype=dtype)
+        train_restorer(*load_pretrained(model), plan, out, notes=notes, dtype=dtype)
         _announce("restorer", out)
 
 

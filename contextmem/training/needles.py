@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["EVALUATED_FORMS", "RULER", "TRAIN_FORMS", "Form", "Needle", "new_key", "new_value"]
+__all__ = ["EVALUATED_FORMS", "RULER", "TRAIN_FORMS", "Form", "Needle", "new_code", "new_key", "new_value"]
 
 
 @dataclass(frozen=True)
@@ -124,3 +124,8 @@ def new_key(rng: random.Random, joint: str | None = None) -> str:
 def new_value(rng: random.Random, digits: int) -> str:
     """A number of that many digits."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def new_code(rng: random.Random, groups: int) -> str:
+    """Groups of four hexadecimal digits, such as "3f0a-77c1"."""
+    return "-".join(f"{rng.getrandbits(16):04x}" for _ in range(groups))

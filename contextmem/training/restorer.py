@@ -25,6 +25,7 @@ from contextmem.ragged import Kept
 from contextmem.restorer import RestoreKV
 from contextmem.training.compacted import student_logits
 from contextmem.training.layout import Layout
+from contextmem.training.notes import Notes
 from contextmem.training.passes import cache_of
 from contextmem.training.plan import Plan, claim, curve
 from contextmem.training.prose import TRAIN, prose_of
@@ -34,7 +35,7 @@ from contextmem.training.trainer import Samples, Stage, fit
 
 __all__ = ["RestorerObjective", "RestorerPlan", "train_restorer"]
 
-_LONGEST_ANSWER = 24
+_LONGEST_ANSWER = 32
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,19 @@ class RestorerPlan(Plan):
     Attributes:
         text: files or folders of background text; none: half of the topics of Python's language reference.
         qa: JSONL files with questions and documents; none leaves them out.
-        start: folder or hub id of a restorer to train on, in place of a fresh one with the three next settings.
+        start: folder or hub id of a restorer to train on, in place of a fresh one with `n`, `rank`, `alpha`, `targets`.
         n, rank, alpha: see `RestoreKV.untrained`.
         evictor: what chooses the slots that stay.
+        targets: modules to adapt; none: the projections of attention and MLP.
+        fixed_embeddings: whether the embeddings stay as they were drawn, and only the LoRA learns.
         steps: optimizer steps.
         contexts_per_step: contexts whose gradients are added up in one step.
         lr: peak learning rate of the LoRA matrices; that of the embeddings is four times as high.
         sizes: (fewest, most) tokens of a context.
         shares: (least, most) part of the pairs that is kept, restore slots included.
         pool: different contexts, which are kept prefilled and scored and come again and again; 0: every one is new. Costs
-            about 40 kB a token for SmolLM2 in bfloat16, and saves prefill, scoring and the teacher's answers.
+            about 40 kB a token for SmolLM2 in bfloat16, and saves prefill, scoring and the teacher's answers. Their shares
+            change.
         save_steps: optimizer steps between checkpoints.
         seed: of initial weights and samples.
     """
@@ -65,6 +69,8 @@ class RestorerPlan(Plan):
     rank: int = 8
     alpha: int = 16
     evictor: str = "kvzip"
+    targets: tuple[str, ...] = ()
+    fixed_embeddings: bool = False
     steps: int = 300
     contexts_per_step: int = 2
     lr: float = 5e-4
@@ -77,10 +83,10 @@ class RestorerPlan(Plan):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A context, prefilled, what a compaction keeps of it, and the teacher's answers with their logits."""
+    """A context, prefilled and scored, and the teacher's answers with their logits."""
 
     full: SpanCache
-    kept: list[Kept]
+    scores: Tensor
     taught: tuple[tuple[Sequence[int], Tensor], ...]
 
 
@@ -89,27 +95,41 @@ class RestorerObjective(nn.Module):
 
     The loss is the symmetric KL divergence, halved and averaged over answer tokens, between the model over the full cache
     and over the compacted one with restore slots (RestoreKV). Its parameters are the restorer's alone.
+
+    Args:
+        pool: contexts to keep prepared; they must come again to be of use.
+        notes: folder in which scores and the teacher's answers are kept, for runs to come; None keeps none.
     """
 
     def __init__(
-        self, backbone: Backbone, codec: Codec, restorer: RestoreKV, evictor: Evictor, *, pool: int = 0
+        self,
+        backbone: Backbone,
+        codec: Codec,
+        restorer: RestoreKV,
+        evictor: Evictor,
+        *,
+        pool: int = 0,
+        notes: Path | None = None,
     ) -> None:
         super().__init__()
         self._pool: dict[RecallSample, _Prepared] = {}
-        self._most = pool  # contexts to keep prepared; they must come again to be of use
+        self._most = pool
         self.embeddings = restorer.embeddings
         adapter = restorer.adapter_for(backbone)
         self.adapter = adapter.module
+        about = (backbone_identity(backbone), str(backbone.dtype), repr(evictor))
+        self._notes = Notes(notes, about) if notes is not None else None
         self._held = (backbone, codec, adapter, evictor)
         self.seen, self.kept, self.total = 0, 0, 0.0  # questions met and trained on, and their losses; for the log
 
     def forward(self, sample: RecallSample) -> dict[str, Tensor]:
         """The mean loss over the sample's questions."""
-        backbone, prepared = self._held[0], self._prepared(sample)
+        backbone, prepared = self._held[0], self._prepared(replace(sample, share=0.0))
         full, restored = prepared.full, self._restored(prepared.full)
+        kept = self._kept(prepared, sample.share)
         losses = []
         for question, (answer, taught) in zip(sample.questions, prepared.taught, strict=True):
-            told = student_logits(backbone, prepared.kept, restored, full.next_position, question, answer)
+            told = student_logits(backbone, kept, restored, full.next_position, question, answer)
             losses.append(symmetric_kl(taught.float(), told))
         self.seen += len(losses)
         self.kept += len(losses)
@@ -120,27 +140,36 @@ class RestorerObjective(nn.Module):
     def _prepared(self, sample: RecallSample) -> _Prepared:
         if sample in self._pool:
             return self._pool[sample]
-        backbone = self._held[0]
+        backbone, codec, _, evictor = self._held
         full = backbone.new_cache()
         backbone.prefill(sample.context, full)
-        kept = self._kept(sample, full)
-        taught = tuple(_taught(backbone, full, question, sample.end) for question in sample.questions)
-        prepared = _Prepared(full, kept, taught)
+        noted = self._notes.read(sample) if self._notes is not None else None
+        if noted is None:
+            reading = Reading(backbone, codec, framing_of(codec), full, sample.context, 0)
+            asked = zip(sample.questions, sample.drafts, strict=True)
+            noted = (
+                evictor.scores(reading).float(),
+                tuple(answer_of(backbone, full, question, draft, sample.end) for question, draft in asked),
+            )
+            if self._notes is not None:
+                self._notes.write(sample, *noted)
+        scores, answers = noted
+        pairs = zip(sample.questions, answers, strict=True)
+        taught = tuple((answer, _told(backbone, full, question, answer)) for question, answer in pairs)
+        scores = unseen_last(scores, full.positions, full.next_position, backbone.windows)
+        prepared = _Prepared(full, scores, taught)
         if len(self._pool) < self._most:
             halved = tuple((ids, logits.half()) for ids, logits in taught)
-            self._pool[sample] = prepared = _Prepared(full, kept, halved)
+            self._pool[sample] = prepared = _Prepared(full, scores, halved)
         return prepared
 
-    def _kept(self, sample: RecallSample, full: SpanCache) -> list[Kept]:
-        """What a compaction to the sample's share keeps beside the restore slots."""
-        backbone, codec, _, evictor = self._held
-        framing = framing_of(codec)
-        scores = evictor.scores(Reading(backbone, codec, framing, full, sample.context, 0)).float()
-        scores = unseen_last(scores, full.positions, full.next_position, backbone.windows)
+    def _kept(self, prepared: _Prepared, share: float) -> list[Kept]:
+        """What a compaction to a share of the context keeps beside the restore slots."""
+        full, scores = prepared.full, prepared.scores
         protected = torch.zeros(full.n_slots, dtype=torch.bool)
-        n_opening = max(N_SINK, len(framing.bare_opening))
+        n_opening = max(N_SINK, len(framing_of(self._held[1]).bare_opening))
         protected[:n_opening] = True
-        n_free = max(0, int(sample.share * (full.n_slots - n_opening)) - len(self.embeddings))
+        n_free = max(0, int(share * (full.n_slots - n_opening)) - len(self.embeddings))
         keep = chosen(scores, protected, (n_opening + n_free) * scores.shape[0] * scores.shape[1])
         return [Kept.of(layer.keys, layer.values, keep[index]) for index, layer in enumerate(full.layers)]
 
@@ -162,17 +191,32 @@ class RestorerObjective(nn.Module):
         return [(layer.keys[:, :, -n:], layer.values[:, :, -n:]) for layer in cache.layers]
 
 
-@torch.no_grad()
-def _taught(backbone: Backbone, full: SpanCache, question: Sequence[int], end: int) -> tuple[Sequence[int], Tensor]:
-    """The answer that the model gives with the full cache, and its logits, (len(answer), vocab)."""
-    asked = full.view()
-    logits, ids = [backbone.prefill(question, asked)], []
-    while True:
-        ids.append(int(logits[-1].argmax()))
-        if ids[-1] == end or len(ids) == _LONGEST_ANSWER:
-            asked.release()
-            return ids, torch.stack(logits)
-        logits.append(backbone.forward(ids[-1:], asked))
+def answer_of(
+    backbone: Backbone, full: SpanCache, question: Sequence[int], draft: Sequence[int], end: int
+) -> tuple[int, ...]:
+    """The answer that the model gives with the full cache.
+
+    `draft` is read at once; as far as the model would have said the same it is the answer, from there on it is decoded.
+    """
+    seen, draft = full.view(), list(draft[: _LONGEST_ANSWER - 1])
+    logits = backbone.forward((*question, *draft), seen, all_logits=True)[len(question) - 1 :]
+    said = logits.argmax(-1).tolist()
+    n = next((n for n, token in enumerate(draft) if said[n] != token or token == end), len(draft))
+    ids = said[: n + 1]
+    asked = seen.view(full.n_slots + len(question) + n)
+    seen.release()
+    while ids[-1] != end and len(ids) < _LONGEST_ANSWER:
+        ids.append(int(backbone.forward(ids[-1:], asked).argmax()))
+    asked.release()
+    return tuple(ids)
+
+
+def _told(backbone: Backbone, full: SpanCache, question: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Logits, (len(answer), vocab), that the full cache gives for every token of an answer."""
+    seen = full.view()
+    logits = backbone.forward((*question, *answer[:-1]), seen, all_logits=True)[len(question) - 1 :]
+    seen.release()
+    return logits
 
 
 def symmetric_kl(one: Tensor, other: Tensor) -> Tensor:
@@ -183,7 +227,13 @@ def symmetric_kl(one: Tensor, other: Tensor) -> Tensor:
 
 
 def train_restorer(
-    model: Any, tokenizer: Any, plan: RestorerPlan, folder: str | Path, *, dtype: torch.dtype | str = torch.bfloat16
+    model: Any,
+    tokenizer: Any,
+    plan: RestorerPlan,
+    folder: str | Path,
+    *,
+    notes: str | Path | None = None,
+    dtype: torch.dtype | str = torch.bfloat16,
 ) -> RestoreKV:
     """Train a restorer for `model` and save it in `folder`/restorer.
 
@@ -191,6 +241,7 @@ def train_restorer(
 
     Args:
         model: frozen here, cast to `dtype`, and moved to the device of this process. The restorer fits it in any type.
+        notes: folder for the evictor's scores and the teacher's answers, which runs may share; default: `folder`/notes.
         dtype: of the frozen weights while training.
 
     Raises:
@@ -207,16 +258,20 @@ def train_restorer(
     model.to(process.device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     adapter = restorer.adapter_for(backbone)
     adapter.module.float().requires_grad_(True)
-    restorer.embeddings.requires_grad_(True)
+    restorer.embeddings.requires_grad_(not plan.fixed_embeddings)
     with process.main_process_first():
         claim(folder, plan, restorer.config.identity)
-    objective = RestorerObjective(backbone, codec, restorer, evictor_named(plan.evictor), pool=plan.pool)
+    objective = RestorerObjective(
+        backbone, codec, restorer, evictor_named(plan.evictor), pool=plan.pool, notes=Path(notes or folder / "notes")
+    )
     stage = Stage("run", plan.steps, plan.contexts_per_step, plan.lr, {source.name: 1.0}, {"embeddings": 4.0})
     layout = Layout(codec, framing_of(codec))
     if not layout.end:
         raise InvalidInput("the tokenizer's template ends a turn with no token of its own: answers would have no end.")
     n = plan.steps * plan.contexts_per_step * process.num_processes
-    samples = Samples(layout, {source.name: source}, stage.mix, n, f"{plan.seed}-restorer", plan.pool)
+    samples = Samples(
+        layout, {source.name: source}, stage.mix, n, f"{plan.seed}-restorer", plan.pool, source.with_another_share
+    )
     log = fit(objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps)
     adapter.module.eval().requires_grad_(False)
     restorer.embeddings.requires_grad_(False)
@@ -230,7 +285,13 @@ def train_restorer(
 def _restorer(model: Any, plan: RestorerPlan) -> RestoreKV:
     if not plan.start:
         return RestoreKV.untrained(
-            model, n=plan.n, rank=plan.rank, alpha=plan.alpha, evictor=plan.evictor, seed=plan.seed
+            model,
+            n=plan.n,
+            rank=plan.rank,
+            alpha=plan.alpha,
+            evictor=plan.evictor,
+            targets=plan.targets or None,
+            seed=plan.seed,
         )
     restorer, backbone = RestoreKV.from_pretrained(plan.start), Backbone.of(model)
     restorer.adapter_for(backbone)

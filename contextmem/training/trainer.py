@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,10 +53,18 @@ class Samples(Dataset[Any]):
     """Samples by number: the same seed and number give the same sample, on any machine and after any restart."""
 
     def __init__(
-        self, layout: Layout, sources: Mapping[str, Drawing], mix: Mapping[str, float], n: int, seed: str, pool: int = 0
+        self,
+        layout: Layout,
+        sources: Mapping[str, Drawing],
+        mix: Mapping[str, float],
+        n: int,
+        seed: str,
+        pool: int = 0,
+        again: Callable[[Any, random.Random], Any] = lambda sample, rng: sample,
     ) -> None:
         self._layout, self._sources, self._mix, self._n, self._seed = layout, sources, mix, n, seed
         self._pool = pool or n  # different samples, after which they come again
+        self._again = again  # what changes in them then
 
     def __len__(self) -> int:
         return self._n
@@ -64,7 +72,8 @@ class Samples(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         rng = random.Random(f"{self._seed}-{number % self._pool}")
         name = rng.choices(list(self._mix), weights=list(self._mix.values()))[0]
-        return self._sources[name].sample(self._layout, rng)
+        sample = self._sources[name].sample(self._layout, rng)
+        return sample if number < self._pool else self._again(sample, random.Random(f"{self._seed}-{number}"))
 
 
 def fit(
@@ -121,7 +130,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "optimizer", None) is None and self.rates:
-            named = list(self.model.named_parameters())
+            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
             groups = [
                 {"params": [p for n, p in named if n.startswith(start)], "lr": rate * self.args.learning_rate}
                 for start, rate in self.rates.items()

@@ -5,19 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from contextmem import ContextMemory, RestoreKV
+from contextmem.attention import switched
 from contextmem.budget import Budget
 from contextmem.cache import SpanCache
+from contextmem.compaction import compacted
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler.base import Case
+from contextmem.evals.ruler.controls import Control
 from contextmem.eviction import Evictor
+from contextmem.eviction.base import group_weights
+from contextmem.ragged import RaggedCache
 from contextmem.state import State
 from contextmem.tiers import n_tokens_held, within
 
-__all__ = ["FULL", "Configuration", "measure_case"]
+__all__ = ["FULL", "Asked", "Configuration", "measure_case"]
 
 FULL = "full cache"
 _N_COMPARED = 16  # tokens of the full cache's answer over which the divergence is averaged
@@ -31,18 +39,21 @@ class Configuration:
         evictor: what scores.
         ratio: part of the context's pairs that is kept, restore slots included; frames of the template come on top.
         restorer: what generates restore slots, or None.
-        transfer: whether the restorer was trained beside another evictor.
+        what: tells configurations with a restorer apart: "restore", "transfer" if it was trained beside another evictor,
+            or a name of its own.
+        control: what stands in the place of its slots, or None.
     """
 
     evictor: Evictor
     ratio: float
     restorer: RestoreKV | None = None
-    transfer: bool = False
+    what: str = "restore"
+    control: Control | None = None
 
     @property
     def label(self) -> str:
         """As in the rows."""
-        restored = "" if self.restorer is None else "+transfer" if self.transfer else "+restore"
+        restored = "" if self.restorer is None else f"+{self.what}"
         return f"{self.evictor.name}{restored}@{self.ratio:g}"
 
 
@@ -51,6 +62,15 @@ class _Answer:
     text: str
     token_ids: tuple[int, ...]
     seconds: float
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Log-probabilities, (n, vocab), and the part of the attention on the context, and on restore slots in it."""
+
+    logprobs: Tensor
+    mass: float
+    mass_restored: float
 
 
 def measure_case(
@@ -72,17 +92,25 @@ def measure_case(
         return
     memory = new_memory()
     memory.append(case.context)
-    base, prompt = memory._state, _prompt(memory, case)
-    full = _answered(memory, base.cache, prompt, case.longest)
+    base = memory._state
+    asked = Asked(memory, case)
+    full = asked.answered(base.cache)
+    reference = asked.told(base.cache, full.token_ids)
     score = case.score(full.text)
     about = {"task": name, "size": size}
     if not log.has(sample, FULL):
         log.add(
-            sample, FULL, **about, score=score, seconds=full.seconds, held=n_tokens_held(base), nbytes=base.cache.nbytes
+            sample,
+            FULL,
+            **about,
+            score=score,
+            seconds=full.seconds,
+            held=n_tokens_held(base),
+            nbytes=base.cache.nbytes,
+            mass=round(reference.mass, 4),
         )
     if score == 0:
         return
-    reference = _told(memory, base.cache, prompt, full.token_ids)
     scored: dict[str, tuple[State, float]] = {}
     for one in wanted:
         if one.evictor.name not in scored:
@@ -90,10 +118,11 @@ def measure_case(
             scored[one.evictor.name] = _with_scores(memory, base, one), time.perf_counter() - started
         state, score_s = scored[one.evictor.name]
         started = time.perf_counter()
-        compacted = _compacted(memory, state, one)
+        evicted = _compacted(memory, state, one)
         build_s = time.perf_counter() - started
-        answer = _answered(memory, compacted.cache, prompt, case.longest)
-        told = _told(memory, compacted.cache, prompt, full.token_ids)
+        stays = one.control is None or one.control.stays
+        answer = asked.answered(evicted.cache, stays=stays)
+        told = asked.told(evicted.cache, full.token_ids, stays=stays)
         log.add(
             sample,
             one.label,
@@ -102,15 +131,12 @@ def measure_case(
             seconds=answer.seconds,
             score_s=score_s,
             build_s=build_s,
-            held=n_tokens_held(compacted),
-            nbytes=compacted.cache.nbytes,
-            kl=round(float((reference.exp() * (reference - told)).sum(-1).mean()), 5),
+            held=n_tokens_held(evicted),
+            nbytes=evicted.cache.nbytes,
+            kl=round(_divergence(reference.logprobs, told.logprobs), 5),
+            mass=round(told.mass, 4),
+            mass_restored=round(told.mass_restored, 4),
         )
-
-
-def _prompt(memory: ContextMemory, case: Case) -> tuple[int, ...]:
-    encode = memory._codec.encode
-    return (*encode(case.question), *memory._framing.answer_open, *encode(case.prefix))
 
 
 def _with_scores(memory: ContextMemory, base: State, one: Configuration) -> State:
@@ -120,7 +146,12 @@ def _with_scores(memory: ContextMemory, base: State, one: Configuration) -> Stat
 
 
 def _compacted(memory: ContextMemory, state: State, one: Configuration) -> State:
-    return _within(memory, state, _budget(state, one), one.restorer)
+    budget = _budget(state, one)
+    if one.control is None or one.restorer is None:
+        return _within(memory, state, budget, one.restorer)
+    evicted = _within(memory, state, replace(budget, n_tokens=budget.n_tokens - one.restorer.n), None)
+    assert isinstance(evicted.cache, RaggedCache)
+    return replace(evicted, cache=one.control.cache(one.restorer, memory.backbone, state.cache, evicted.cache))
 
 
 def _within(memory: ContextMemory, state: State, budget: Budget, restorer: RestoreKV | None) -> State:
@@ -133,24 +164,71 @@ def _budget(state: State, one: Configuration) -> Budget:
     return Budget(n_frames + max(1, round(one.ratio * n_context)), 0, one.evictor)
 
 
-def _answered(memory: ContextMemory, cache: SpanCache, prompt: Sequence[int], longest: int) -> _Answer:
-    """Greedy decoding to the end of the turn."""
-    seen = cache.view()
-    ids: list[int] = []
-    started = time.perf_counter()
-    logits = memory.backbone.prefill(prompt, seen)
-    while len(ids) < longest and (token := int(logits.argmax())) not in memory._end_ids:
-        ids.append(token)
-        logits = memory.backbone.forward([token], seen)
-    seconds = time.perf_counter() - started
-    seen.release()
-    return _Answer(memory._codec.decode(ids), tuple(ids), seconds)
+class Asked:
+    """One question of a case, put to several caches.
+
+    Attributes:
+        prompt: token ids of the question and of the answer's beginning.
+    """
+
+    def __init__(self, memory: ContextMemory, case: Case) -> None:
+        self._memory, self._case = memory, case
+        encode = memory._codec.encode
+        self.prompt = (*encode(case.question), *memory._framing.answer_open, *encode(case.prefix))
+
+    def answered(self, cache: SpanCache, *, stays: bool = True) -> _Answer:
+        """Greedy decoding to the end of the turn, or until everything expected was said."""
+        memory, ids, text = self._memory, list[int](), ""
+        started = time.perf_counter()
+        seen, logits = self._read(cache, stays)
+        while len(ids) < self._case.longest and (token := int(logits.argmax())) not in memory._end_ids:
+            ids.append(token)
+            text = memory._codec.decode(ids)
+            if self._case.score(text) == 1:
+                break
+            logits = memory.backbone.forward([token], seen)
+        seconds = time.perf_counter() - started
+        seen.release()
+        return _Answer(text, tuple(ids), seconds)
+
+    def told(self, cache: SpanCache, answer: Sequence[int], *, stays: bool = True) -> _Told:
+        """What is told at the first tokens of `answer`, which is fed."""
+        backbone = self._memory.backbone
+        seen, logits = self._read(cache, stays)
+        fed, masses = answer[: _N_COMPARED - 1], list[tuple[float, float]]()
+        n_after = len(self.prompt) + len(fed)
+
+        def watch(layer: int, query: Tensor, keys: Any) -> None:
+            masses.append(_masses(seen, layer, query, keys, n_after))
+
+        if fed:
+            with backbone.lock, switched(backbone.core, watch):
+                rest = backbone.forward(fed, seen, all_logits=True)
+            logits = torch.cat((logits[None], rest))
+        seen.release()
+        on_context, on_restored = (mean(part) for part in zip(*masses, strict=True)) if masses else (0.0, 0.0)
+        return _Told(logits.reshape(-1, logits.shape[-1]).double().log_softmax(-1), on_context, on_restored)
+
+    def _read(self, cache: SpanCache, stays: bool) -> tuple[SpanCache, Tensor]:
+        """A cache that has read the question, and the logits after it; restore slots are gone unless they stay."""
+        backbone, seen = self._memory.backbone, cache.view()
+        logits = backbone.prefill(self.prompt, seen)
+        if stays or not isinstance(seen, RaggedCache):
+            return seen, logits
+        return compacted(seen, seen.held(), backbone.windows), logits
 
 
-def _told(memory: ContextMemory, cache: SpanCache, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """Log-probabilities, (n, vocab), at the first tokens of `answer`, which is fed."""
-    seen = cache.view()
-    fed = [*prompt, *answer[: _N_COMPARED - 1]]
-    logits = memory.backbone.forward(fed, seen, all_logits=True)[len(prompt) - 1 :]
-    seen.release()
-    return logits.double().log_softmax(-1)
+def _divergence(reference: Tensor, told: Tensor) -> float:
+    return float((reference.exp() * (reference - told)).sum(-1).mean())
+
+
+def _masses(cache: SpanCache, layer: int, query: Tensor, keys: Any, n_after: int) -> tuple[float, float]:
+    """Attention on everything before the last `n_after` slots, and on restore slots: means over heads and queries."""
+    on_context, on_restored = [], []
+    for head in range(cache.layers[layer].keys.shape[1]):
+        weights = group_weights(query, keys, head).mean((0, 1))
+        n_kept = len(cache.kept[layer].keys[head]) if isinstance(cache, RaggedCache) else 0
+        n_restore = cache.n_restore if isinstance(cache, RaggedCache) else 0
+        on_context.append(float(weights[: len(weights) - n_after].sum()))
+        on_restored.append(float(weights[n_kept - n_restore : n_kept].sum()))
+    return mean(on_context), mean(on_restored)

@@ -9,6 +9,7 @@ from pathlib import Path
 from contextmem import ContextMemory, RestoreKV
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler import TASKS, Material
+from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.measure import Configuration, measure_case
 from contextmem.evals.ruler.report import write_report
 from contextmem.evals.subject import Subject
@@ -37,6 +38,7 @@ def run(
     tasks: Sequence[str] = (),
     evictors: Sequence[str] = (),
     ratios: Sequence[float] = (),
+    controls: Sequence[str] = (),
     samples: Mapping[int, int] | None = None,
     seed: int = 0,
     command: str = "contextmem eval ruler",
@@ -46,12 +48,14 @@ def run(
 
     Args:
         folder: where rows, metrics, table and plot go; a run resumes from the rows it finds there and adds to them.
-        restorers: folder or hub id by evictor; default: the shipped ones.
+        restorers: folder or hub id by evictor, or by "evictor/name" for a further one, whose rows are named so; default:
+            the shipped ones.
         text: files or folders of background text; none: the held-out half of the topics of Python's language reference.
         qa, hops: JSONL files of questions with one supporting document, and with several; without them qa_1 and qa_2 are
             left out.
         tasks, evictors: names; default: all.
         ratios: parts of the context that are kept; default: `RATIOS`.
+        controls: names of what else is put in the place of an evictor's restore slots, see `CONTROLS`.
         samples: cases a task by size in tokens.
     """
     subject = Subject.loaded(model_name, dtype=dtype)
@@ -63,7 +67,7 @@ def run(
 
     prose = prose_of(*text, part=None if text else HELD_OUT)
     material = Material(layout, prose, _questions(qa), _questions(hops))
-    configurations = _configurations(empty, evictors or tuple(EVICTORS), ratios, restorers)
+    configurations = _configurations(empty, evictors or tuple(EVICTORS), ratios, restorers, controls)
     settings = subject.identity | {
         "text": [Path(path).name for path in text],
         "qa": [Path(path).name for path in (*qa, *hops)],
@@ -89,16 +93,25 @@ def _questions(paths: Sequence[str | Path]) -> tuple[Question, ...]:
 
 
 def _configurations(
-    memory: ContextMemory, evictors: Sequence[str], ratios: Sequence[float], restorers: Mapping[str, str] | None
+    memory: ContextMemory,
+    evictors: Sequence[str],
+    ratios: Sequence[float],
+    restorers: Mapping[str, str] | None,
+    controls: Sequence[str],
 ) -> list[Configuration]:
-    """Every evictor at every ratio, without and with restore slots where there is a restorer."""
+    """Every evictor at every ratio, without restore slots, with those of its restorers, and with their controls."""
     named = {name: RestoreKV.from_pretrained(place) for name, place in (restorers or {}).items()}
     found: list[Configuration] = []
     for name in evictors:
         evictor = evictor_named(name)
-        own = named.get(name) if restorers is not None else restorer_for(memory.backbone, name)
+        if restorers is None and (shipped := restorer_for(memory.backbone, name)) is not None:
+            named[name] = shipped
+        own = {label: one for label, one in named.items() if label.partition("/")[0] == name}
         for ratio in ratios or RATIOS.get(name, (0.1, 0.3)):
             found.append(Configuration(evictor, ratio))
-            if own is not None:
-                found.append(Configuration(evictor, ratio, own, own.config.evictor not in ("", name)))
+            for label, one in own.items():
+                kind = "restore" if one.config.evictor in ("", name) else "transfer"
+                found.append(Configuration(evictor, ratio, one, label.partition("/")[2] or kind))
+            if name in own:
+                found += [Configuration(evictor, ratio, own[name], c, CONTROLS[c]) for c in controls]
     return found
