@@ -12,5 +12,7 @@ def unshared_fork(memory: ContextMemory) -> ContextMemory:
     """A fork with buffers of its own, so that no edit is charged for copying what only a measurement shares."""
     fork = memory.fork()
     state = fork._state
+    if state.is_compacted:  # what was kept is never written to
+        return fork
     fork._state = State(state.ledger, state.cache.select(((0, state.n_slots),)), state.exact_slots)
     return fork

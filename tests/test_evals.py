@@ -21,6 +21,7 @@ from contextmem.evals.niah.samples import derived_haystack, filled, haystack_of
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler import TASKS, Case, Material
 from contextmem.evals.ruler.controls import CONTROLS
+from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import Asked
 from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
@@ -116,6 +117,15 @@ def test_niah_rows_add_up_and_hold_no_text(place: Path, tmp_path: Path) -> None:
     ] == 0
 
 
+def test_niah_within_a_budget(place: Path, tmp_path: Path) -> None:
+    options: Any = {"model_name": str(place / "model"), "eraser": str(place / "eraser"), "n_derived": 0}
+    table = run_niah(tmp_path, samples={700: 1}, kept=0.5, say=lambda _: None, **options)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * len(METHODS) and "Only 50%" in table
+    with pytest.raises(InvalidInput, match=r"kept: 0\.5 there, None here"):
+        run_niah(tmp_path, samples={700: 1}, say=lambda _: None, **options)
+
+
 def test_niah_latency_alone_is_reported(place: Path, tmp_path: Path) -> None:
     """Plots without a sample of exact match have nothing to scale."""
     options: Any = {"model_name": str(place / "model"), "eraser": str(place / "eraser"), "n_derived": 0}
@@ -183,6 +193,21 @@ class TestRuler:
             assert 0 < row["mass"] <= 1 and 0 <= row.get("mass_restored", 0) < row["mass"]
             assert (row.get("mass_restored", 0) > 0) == ("+" in row["method"])
         assert (tmp_path / "out/plot.png").stat().st_size > 0
+
+    def test_the_share_of_the_gap(self, tmp_path: Path) -> None:
+        """Ten cases: the full cache does all, the evicted one 2, with slots 6, and one task loses what it had."""
+        log = RowLog(tmp_path / "rows.jsonl")
+        for number in range(10):
+            for task, restored in (("niah_single_2", number < 6), ("vt", False)):
+                about: Any = {"task": task, "size": 600}
+                log.add(f"{task}-{number}", "full cache", score=1.0, **about)
+                log.add(f"{task}-{number}", "knorm@0.1", score=float(number < 2 or task == "vt"), **about)
+                log.add(f"{task}-{number}", "knorm+restore@0.1", score=float(restored), **about)
+        found = gains_of(log, 600, ["niah_single_2", "vt"])["knorm+restore"]
+        figures = found["needles"]["0.1"]
+        assert figures["closed"][0] == pytest.approx(0.5) and figures["closed"][1] > 0 and figures["n"] == 10
+        assert figures["gain"][0] == pytest.approx(0.4) and found["worse"] == ["vt at 0.1"]
+        assert "| knorm+restore | 0.1 | 1.00 | 0.20 | 0.60 | +0.40" in "\n".join(gain_lines({"knorm+restore": found}))
 
     def test_controls_stand_in_the_place_of_the_slots(
         self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

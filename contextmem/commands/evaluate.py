@@ -58,6 +58,10 @@ def niah(
     ] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
     derived: Annotated[int, typer.Option(min=0, help="Contexts with a sentence derived from the erased needle.")] = 20,
+    kept: Annotated[
+        float | None,
+        typer.Option(min=0.05, max=1.0, help="Part of the context that a budget leaves; needs a folder of its own."),
+    ] = None,
     latency_at: Annotated[
         list[int] | None, typer.Option(help="Tokens to measure latency at, repeatable, on an idle machine.")
     ] = None,
@@ -82,6 +86,7 @@ def niah(
                 samples={512: 2} if quick else counts(samples),
                 methods=chosen,
                 n_derived=1 if quick else derived,
+                kept=kept,
                 latency_sizes=latency_at or (),
                 seed=seed,
                 command=command(),

@@ -46,14 +46,25 @@ class _Asked:
 
 
 def measure_sample(
-    new_memory: Callable[[], ContextMemory], sample: Haystack, methods: Sequence[str], log: RowLog
+    new_memory: Callable[[], ContextMemory],
+    sample: Haystack,
+    methods: Sequence[str],
+    log: RowLog,
+    *,
+    kept: float | None = None,
 ) -> None:
-    """Write a row for every method and either needle erased that `log` lacks."""
+    """Write a row for every method and either needle erased that `log` lacks.
+
+    Args:
+        kept: part of the context that a budget leaves; it is compacted before the edit, and again after it.
+    """
     missing = [(w, m) for w in range(2) for m in methods if not log.has(f"{sample.id}-{NEEDLES[w]}", m)]
     if not missing:
         return
     memory = new_memory()
     segments = filled(memory, sample)
+    if kept is not None:
+        memory.set_budget(round(kept * memory.seq_length), reserve=0)
     for which, method in missing:
         gone = segments[sample.places[which]]
         edited = unshared_fork(memory)
@@ -63,14 +74,14 @@ def measure_sample(
             assert report.method == method, "the needle is never the tail"
             edit_s = report.seconds or 0.0
         asked = _ask(edited, sample)
-        erased, kept = sample.needles[which].value, sample.needles[1 - which].value
+        erased, wanted = sample.needles[which].value, sample.needles[1 - which].value
         log.add(
             f"{sample.id}-{NEEDLES[which]}",
             method,
             kind="direct",
             size=sample.size,
             needle=NEEDLES[which],
-            **_scored(edited, asked, kept, erased),
+            **_scored(edited, asked, wanted, erased),
             seconds=edit_s + asked.query_s + asked.decode_s,
             edit_s=edit_s,
             query_s=asked.query_s,

@@ -65,13 +65,20 @@ def summary(log: RowLog) -> dict[str, Any]:
     }
 
 
-def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str]) -> str:
+def write_report(
+    log: RowLog, folder: Path, command: str, seed: int, subject: Mapping[str, str], kept: float | None = None
+) -> str:
     """Write metrics.json, table.md and plot.png into `folder`; returns the table."""
     figures, used = summary(log), {**subject, **environment()}
     record = {"command": command, "seed": seed, "environment": used, **figures}
     (folder / "metrics.json").write_text(json.dumps(record, indent=1))
     noted = folder / "conditions.md"  # by hand: what a reader must know about how the rows were measured
     conditions = noted.read_text().splitlines() if noted.exists() else []
+    if kept is not None:
+        conditions.append(
+            f"Only {kept:.0%} of the context's key-value pairs are held: it was compacted before the edit, edited in the "
+            f"full tier, and compacted again. `recompute` is recompute, then compact."
+        )
     head = _head(used, command, seed, _threads(log, "direct"), conditions)
     table = "\n".join([*head, *_body(figures)]) + "\n"
     (folder / "table.md").write_text(table)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from contextmem import ContextMemory
 from contextmem.evals.niah.latency import measure_latency
 from contextmem.evals.niah.measure import METHODS, measure_derived, measure_sample
 from contextmem.evals.niah.report import write_report
@@ -31,6 +32,7 @@ def run(
     samples: Mapping[int, int] | None = None,
     methods: Sequence[str] = METHODS,
     n_derived: int = 20,
+    kept: float | None = None,
     latency_sizes: Sequence[int] = (),
     repeats: int = 5,
     seed: int = 0,
@@ -46,14 +48,20 @@ def run(
         samples: contexts by size in tokens; each gives a row for either needle.
         methods: of `METHODS`.
         n_derived: contexts with a sentence derived from the erased needle.
+        kept: part of every context that a budget leaves, with a full tier on the host, which the edit works on; None: all.
         latency_sizes: sizes to measure latency at, on a machine that does nothing else.
         repeats: repetitions of the latency measurement.
     """
     torch.manual_seed(seed)
     subject = Subject.loaded(model_name, dtype=dtype, eraser=eraser)
-    new_memory, layout = subject.memory, subject.layout
+    layout = subject.layout
+
+    def new_memory() -> ContextMemory:
+        made: ContextMemory = subject.memory(full_tier="cpu" if kept is not None else None)
+        return made
+
     prose = prose_of(*text, part=None if text else HELD_OUT)
-    settings = subject.identity | {"text": [Path(path).name for path in text], "seed": seed}
+    settings = subject.identity | {"text": [Path(path).name for path in text], "seed": seed, "kept": kept}
     learned = subject.variants("kveraser", "kveraser+cascade")
     log = RowLog(folder / "rows.jsonl", settings, learned, timed=("latency",))
     if log.n_dropped:
@@ -62,11 +70,11 @@ def run(
         methods = [method for method in methods if method != "kveraser"]
     for size, n in (SAMPLES if samples is None else samples).items():
         for number in range(n):
-            measure_sample(new_memory, haystack_of(layout, prose, size, number, seed), methods, log)
+            measure_sample(new_memory, haystack_of(layout, prose, size, number, seed), methods, log, kept=kept)
             say(f"{size}: {number + 1} of {n}")
     for number in range(n_derived):
         measure_derived(new_memory, derived_haystack(layout, prose, DERIVED_SIZE, number, seed), log)
         say(f"derived: {number + 1} of {n_derived}")
     measure_latency(new_memory, layout, prose, latency_sizes, repeats, seed, log, say)
-    table: str = write_report(log, folder, command, seed, subject.described)
+    table: str = write_report(log, folder, command, seed, subject.described, kept)
     return table

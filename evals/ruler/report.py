@@ -11,6 +11,7 @@ from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler.base import NEEDLE_FAMILY, TASKS
+from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import FULL
 
 __all__ = ["summary", "write_report"]
@@ -32,7 +33,9 @@ def _of_size(log: RowLog, size: int) -> dict[str, Any]:
     return {
         "full": {task: {"score": score, "n": len(full[task])} for task, score in scores.items()},
         "can_do": can_do,
+        "full_mass": mean(row["mass"] for task in can_do for row in full[task] if row["score"] > 0) if can_do else 0.0,
         "methods": {method: _of_method(log, size, method, can_do) for method in methods},
+        "gains": gains_of(log, size, can_do),
     }
 
 
@@ -51,6 +54,8 @@ def _of_method(log: RowLog, size: int, method: str, can_do: list[str]) -> dict[s
     if rows:
         figures |= {
             "kl": mean(row["kl"] for row in rows),
+            "mass": mean(row["mass"] for row in rows),
+            "mass_restored": mean(row["mass_restored"] for row in rows),
             "held": median(row["held"] for row in rows),
             "nbytes": median(row["nbytes"] for row in rows),
             "build_s": median(row["score_s"] + row["build_s"] for row in rows),
@@ -71,10 +76,20 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Ma
         "restore slots included. Score: share of the expected strings found in the answer. Tables hold tasks that the full",
         f"cache does (mean score of at least {_CAN_DO}), over the cases in which it scores at all; `Full cache` tells its",
         "means over all cases. Brackets: 95 % bootstrap intervals. `KL`: from the full cache, nats, mean over the first 16",
-        "tokens of its answer.",
+        "tokens of its answer. `Mass`: attention of these tokens on the context, restore slots included (and on these",
+        "alone), mean over layers and heads.",
     ]
     for size, one in figures.items():
-        lines += ["", f"## {int(size):,} tokens", "", *_full_table(one), "", *_table(one)]
+        lines += [
+            "",
+            f"## {int(size):,} tokens",
+            "",
+            *_full_table(one),
+            "",
+            *gain_lines(one["gains"]),
+            "",
+            *_table(one),
+        ]
     table: str = published(
         folder, "RULER-style tasks on a compacted memory", lines, figures, command=command, seed=seed, subject=subject
     )
@@ -87,6 +102,7 @@ def _full_table(one: dict[str, Any]) -> list[str]:
     left_out = [task for task in one["full"] if task not in one["can_do"]]
     return [
         "Full cache: " + ", ".join(cells) + ".",
+        f"Attention mass of the full cache's answers on the context: {one['full_mass']:.2f}.",
         *([f"Left out, because the full cache cannot do them: {', '.join(left_out)}."] if left_out else []),
     ]
 
@@ -94,8 +110,8 @@ def _full_table(one: dict[str, Any]) -> list[str]:
 def _table(one: dict[str, Any]) -> list[str]:
     tasks = one["can_do"]
     lines = [
-        "| method | needles | " + " | ".join(tasks) + " | KL | tokens held | MB | score + build, s | n |",
-        "|---|---|" + "---|" * (len(tasks) + 5),
+        "| method | needles | " + " | ".join(tasks) + " | KL | mass | tokens held | MB | score + build, s | n |",
+        "|---|---|" + "---|" * (len(tasks) + 6),
     ]
     for method, row in one["methods"].items():
         if not row["n"]:
@@ -103,10 +119,14 @@ def _table(one: dict[str, Any]) -> list[str]:
         needles = "{:.2f} [{:.2f}, {:.2f}]".format(*row["needles"]) if "needles" in row else ""
         cells = [f"{row['tasks'][task]:.2f}" if task in row["tasks"] else "" for task in tasks]
         lines.append(
-            f"| {method} | {needles} | {' | '.join(cells)} | {row['kl']:.3f} | {row['held']:,.0f} | "
+            f"| {method} | {needles} | {' | '.join(cells)} | {row['kl']:.3f} | {_mass(row)} | {row['held']:,.0f} | "
             f"{row['nbytes'] / 1e6:.1f} | {row['build_s']:.2f} | {row['n']} |"
         )
     return lines
+
+
+def _mass(row: Row) -> str:
+    return f"{row['mass']:.2f}" + (f" ({row['mass_restored']:.2f})" if row["mass_restored"] else "")
 
 
 def _plot(figures: dict[str, Any], path: Path) -> None:
