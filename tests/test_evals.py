@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from contextmem import ContextMemory, InvalidInput, KVEraser, RestoreKV
 from contextmem.compaction import compacted
 from contextmem.evals.bootstrap import mean_interval
+from contextmem.evals.kvpress.run import run as run_kvpress
 from contextmem.evals.niah.measure import METHODS, PROBES
 from contextmem.evals.niah.run import run as run_niah
 from contextmem.evals.niah.samples import derived_haystack, filled, haystack_of
@@ -252,6 +253,11 @@ class TestRuler:
         keep = torch.ones(len(cache.layers), cache.layers[0].keys.shape[1], n, dtype=torch.bool)
         for one in (cache, compacted(cache, keep, memory.backbone.windows)):
             assert asked.told(one, answer).mass == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_comparison_with_kvpress_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="make test-kvpress"):
+        run_kvpress(tmp_path)
 
 
 def test_span_neighbour_rows_add_up(place: Path, tmp_path: Path) -> None:

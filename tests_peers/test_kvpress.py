@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ kvpress = pytest.importorskip("kvpress")
 from contextmem import ContextMemory, InvalidInput, RestoreKV  # noqa: E402
 from contextmem.backbone import Backbone  # noqa: E402
 from contextmem.codec import Codec  # noqa: E402
+from contextmem.evals.kvpress.run import run  # noqa: E402
+from contextmem.evals.ruler import TASKS, Case  # noqa: E402
 from contextmem.eviction import EVICTORS, KVPressEvictor, Reading  # noqa: E402
 from contextmem.framing import framing_of  # noqa: E402
 
@@ -83,6 +86,30 @@ def test_a_memory_takes_a_press(model: Any) -> None:
     assert any(event.method == "kvpress.SnapKVPress" for event in memory.events)
     with pytest.raises(InvalidInput, match="ScorerPress"):
         KVPressEvictor(object())
+
+
+def test_the_comparison_runs_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both keep as many pairs; only ours holds fewer bytes; nothing of a press is left on the model."""
+    monkeypatch.setattr(Case, "score", lambda self, answer: 1.0)  # a random model answers nothing rightly
+    # Of long questions to a random model kvpress finds no key that all of them miss.
+    monkeypatch.setitem(TASKS, "short", lambda *_: Case("The bridge of Ashby is old. " * 20, "?", "", ("old",)))
+    config = tiny_config(
+        "llama", num_hidden_layers=2, head_dim=128
+    )  # in few dimensions kvpress finds no key that all miss
+    build(config, seed=3).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    table = run(
+        tmp_path / "out",
+        model_name=str(tmp_path / "model"),
+        tasks=("short",),
+        samples={600: 1},
+        ratios=(0.3,),
+        say=lambda _: None,
+    )
+    rows = {row["method"]: row for row in map(json.loads, (tmp_path / "out/rows.jsonl").read_text().splitlines())}
+    full, ours, theirs = rows["full cache"], rows["contextmem@0.3"], rows["kvpress@0.3"]
+    assert ours["held"] == pytest.approx(theirs["held"], rel=0.02) and theirs["nbytes"] >= 0.9 * full["nbytes"]
+    assert ours["nbytes"] < 0.5 * full["nbytes"] and "| contextmem@0.3 |" in table
 
 
 def test_restore_slots_are_theirs(model: Any, tmp_path: Path) -> None:

@@ -230,6 +230,21 @@ def span_neighbour(
 
 
 @evaluate.command()
+def kvpress(
+    out: ResultsOption = Path("evals/kvpress/results"),
+    model: ModelOption = EMBEDDED,
+    dtype: DtypeOption = None,
+    samples: Annotated[list[str] | None, typer.Option(help="TOKENS=N, repeatable; default: 10 cases a task.")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """KVzip here and in kvpress, in one run: score, bytes held, decoding. Needs kvpress (`make test-kvpress`)."""
+    with clean_errors(), extra("evals"):
+        from contextmem.evals.kvpress.run import run
+
+        print(run(out, model_name=model, dtype=dtype, samples=counts(samples), seed=seed, command=command()))
+
+
+@evaluate.command()
 def ruler(
     out: ResultsOption = Path("evals/ruler/results"),
     model: ModelOption = EMBEDDED,

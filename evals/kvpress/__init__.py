@@ -1,0 +1,1 @@
+"""KVzip beside kvpress' own: the same token ids, the same part kept; scores, bytes held, decoding speed."""
