@@ -151,13 +151,11 @@ def _theirs(memory: ContextMemory, ratio: float) -> _Compacted:
     position = len(memory.token_ids)
 
     def feed(new: Sequence[int]) -> torch.Tensor:
-        """One token at a time: of many queries at once kvpress may find no key that all of them miss."""
         nonlocal position
-        for token in new:
-            one, where = torch.tensor([[token]]), torch.tensor([[position]])
-            with torch.no_grad():
-                output = model(input_ids=one, position_ids=where, past_key_values=cache)
-            position += 1
+        where = torch.arange(position, position + len(new))[None]
+        position += len(new)
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([list(new)]), position_ids=where, past_key_values=cache)
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
