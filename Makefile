@@ -54,4 +54,5 @@ $(OLDEST)/.installed-test: pyproject.toml constraints-oldest.txt
 $(KVPRESS)/.installed-test: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/pip install -q -c constraints-oldest.txt -e '.[test]' kvpress==0.5.5
+	$(KVPRESS)/bin/pip install -q $(NO_DEPS)
 	touch $@

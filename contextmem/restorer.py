@@ -152,6 +152,7 @@ class RestoreKV(Learned):
 
         Raises:
             IdentityMismatch: see `adapter_for`.
+            UnsupportedEdit: the model's attention is another than sdpa or eager.
         """
         adapter = self.adapter_for(backbone)
         seen = cache.view()

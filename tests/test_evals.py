@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import moved
 from tiny import build, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler import TASKS, Case, Material
 from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
-from contextmem.evals.ruler.measure import Asked
+from contextmem.evals.ruler.measure import Probe
 from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
 from contextmem.retraction import METHODS as RETRACTIONS
@@ -119,10 +120,12 @@ def test_niah_rows_add_up_and_hold_no_text(place: Path, tmp_path: Path) -> None:
 
 
 def test_niah_within_a_budget(place: Path, tmp_path: Path) -> None:
-    options: Any = {"model_name": str(place / "model"), "eraser": str(place / "eraser"), "n_derived": 0}
+    options: Any = {"model_name": str(place / "model"), "eraser": str(place / "eraser"), "n_derived": 1}
     table = run_niah(tmp_path, samples={700: 1}, kept=0.5, say=lambda _: None, **options)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * len(METHODS) and "Only 50%" in table
+    n_tokens = rows[0]["suffix"] + rows[0]["span"]  # and what stands before the first needle
+    assert all(row["held"] < 0.6 * max(n_tokens, 500) for row in rows)
     with pytest.raises(InvalidInput, match=r"kept: 0\.5 there, None here"):
         run_niah(tmp_path, samples={700: 1}, say=lambda _: None, **options)
 
@@ -213,28 +216,38 @@ class TestRuler:
     def test_controls_stand_in_the_place_of_the_slots(
         self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An untrained LoRA changes nothing; empty positions and slots that left get no attention."""
+        """Empty positions and slots that left get no attention; without its LoRA a restorer is an untrained one."""
         monkeypatch.setattr(Case, "score", lambda self, answer: 0.5)
         model = AutoModelForCausalLM.from_pretrained(place / "model")
-        RestoreKV.untrained(model, n=4, evictor="knorm").save_pretrained(tmp_path / "restorer")
-        run_ruler(
-            tmp_path,
-            model_name=str(place / "model"),
-            tasks=("niah_single_2",),
-            evictors=("knorm",),
-            ratios=(0.2,),
-            restorers={"knorm": str(tmp_path / "restorer"), "knorm/other": str(tmp_path / "restorer")},
-            controls=tuple(CONTROLS),
-            samples={600: 1},
-            say=lambda _: None,
-        )
+        restorer = RestoreKV.untrained(model, n=4, evictor="knorm")
+        restorer.save_pretrained(tmp_path / "untrained", torch.float32)
+        moved(restorer, model).save_pretrained(tmp_path / "restorer", torch.float32)  # type: ignore[arg-type]
+        options: Any = {
+            "model_name": str(place / "model"),
+            "tasks": ("niah_single_2",),
+            "evictors": ("knorm",),
+            "ratios": (0.2,),
+            "samples": {600: 1},
+            "say": lambda _: None,
+        }
+        places = {"knorm": str(tmp_path / "restorer"), "knorm/other": str(tmp_path / "untrained")}
+        run_ruler(tmp_path, restorers=places, controls=tuple(CONTROLS), **options)
         rows = {row["method"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
         restored = rows["knorm+restore@0.2"]
-        assert rows["knorm+without-lora@0.2"]["kl"] == restored["kl"] == rows["knorm+other@0.2"]["kl"]
+        assert rows["knorm+without-lora@0.2"]["kl"] == rows["knorm+other@0.2"]["kl"] != restored["kl"]
         assert rows["knorm+from-evicted@0.2"]["kl"] != restored["kl"] and restored["mass_restored"] > 0
         for name in ("positions-only", "dropped"):
             assert rows[f"knorm+{name}@0.2"]["mass_restored"] == 0 and rows[f"knorm+{name}@0.2"]["kl"] != restored["kl"]
         assert rows["knorm+positions-only@0.2"]["held"] == pytest.approx(restored["held"] - 4)
+
+        for wrong, match in (
+            ({"restorers": {"knrm": places["knorm"]}}, "knrm"),
+            ({"restorers": {"knorm": places["knorm"], "knorm/restore": places["knorm"]}}, "must differ"),
+            ({"restorers": {"knorm/a@b": places["knorm"]}}, "neither '@'"),
+            ({"controls": ("dropped",)}, "no restorer"),
+        ):
+            with pytest.raises(InvalidInput, match=match):
+                run_ruler(tmp_path / "wrong", **options | wrong)
 
     def test_the_mass_is_the_models_attention(self, place: Path) -> None:
         """Against the weights that eager attention returns, over a dense cache and one in which every pair was kept."""
@@ -242,17 +255,17 @@ class TestRuler:
             AutoModelForCausalLM.from_pretrained(place / "model", attn_implementation="eager"), TOKENIZER
         )
         memory.append("The castle stands in Prague. " * 4)
-        asked = Asked(memory, Case("", "Where is it?", "It is", ("Prague",), longest=8))
+        probe = Probe(memory, Case("", "Where is it?", "It is", ("Prague",), longest=8))
         answer = (70, 71, 72)
-        ids = [*memory.token_ids, *asked.prompt, *answer]
+        ids = [*memory.token_ids, *probe.prompt, *answer]
         with torch.no_grad():
             weights = memory.model(torch.tensor([ids]), output_attentions=True).attentions
-        n = memory.seq_length
-        expected = torch.stack([layer[0, :, -3:, :n].sum(-1).mean() for layer in weights]).mean()
+        n, n_opening = memory.seq_length, len(memory._framing.bare_opening)
+        expected = torch.stack([layer[0, :, -3:, n_opening:n].sum(-1).mean() for layer in weights]).mean()
         cache = memory._state.cache
         keep = torch.ones(len(cache.layers), cache.layers[0].keys.shape[1], n, dtype=torch.bool)
         for one in (cache, compacted(cache, keep, memory.backbone.windows)):
-            assert asked.told(one, answer).mass == pytest.approx(float(expected), rel=1e-4)
+            assert probe.told(probe.read(one), answer).mass == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_comparison_with_kvpress_says_what_it_needs(tmp_path: Path) -> None:

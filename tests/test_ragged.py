@@ -14,6 +14,7 @@ from tiny import build, tiny_config, tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from contextmem import attention
 from contextmem.attention import switched
 from contextmem.backbone import Backbone
 from contextmem.cache import SpanCache
@@ -224,13 +225,14 @@ def test_what_a_layer_attends_with_can_be_watched(model: Any) -> None:
 
 
 @pytest.mark.parametrize("n_new", [1, 7])
-def test_folded_attention_is_the_models_own(model: Any, n_new: int) -> None:
-    """Few queries over a longer cache, and one; a watch of an outer block stays."""
+def test_folded_attention_is_the_models_own(model: Any, n_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries over a longer cache, and one, which needs no mask and is left to the model; an outer watch stays."""
     backbone = Backbone.of(model)
     before, ids = prefilled(backbone, IDS[:N_CONTEXT]), IDS[N_CONTEXT : N_CONTEXT + n_new]
     plain = backbone.forward(ids, before.view(), all_logits=True)
-    seen: list[int] = []
+    seen, folds, inner = list[int](), list[int](), attention._folded
+    monkeypatch.setattr(attention, "_folded", lambda *given: folds.append(1) or inner(*given))
     with backbone.lock, switched(model, lambda layer, *_: seen.append(layer)), switched(model, folded=True):
         folded = backbone.forward(ids, before.view(), all_logits=True)
     assert (folded - plain).abs().max() <= 5 * floor(model, IDS[: N_CONTEXT + n_new])
-    assert seen == list(range(backbone.n_layers))
+    assert seen == list(range(backbone.n_layers)) and (n_new == 1 or len(folds) == backbone.n_layers)

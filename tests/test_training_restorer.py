@@ -24,7 +24,14 @@ from contextmem.ragged import RaggedCache
 from contextmem.training.layout import Layout
 from contextmem.training.prose import TRAIN, prose_of
 from contextmem.training.recall import RecallSample, RecallSource
-from contextmem.training.restorer import RestorerObjective, RestorerPlan, answer_of, symmetric_kl, train_restorer
+from contextmem.training.restorer import (
+    LONGEST_ANSWER,
+    RestorerObjective,
+    RestorerPlan,
+    answer_of,
+    symmetric_kl,
+    train_restorer,
+)
 from contextmem.training.samples.distractor_qa import questions_of
 from contextmem.training.trainer import Samples
 
@@ -90,7 +97,7 @@ def test_the_student_is_the_librarys_own_compacted_cache(model: Any) -> None:
     while True:
         taught.append(logits)
         token = int(logits.argmax())
-        if token == 2 or len(taught) == 32:
+        if token == 2 or len(taught) == LONGEST_ANSWER:
             break
         logits = backbone.forward([token], full)
         told.append(backbone.forward([token], ragged))
@@ -142,7 +149,7 @@ def test_a_draft_changes_no_answer(model: Any, draft: str) -> None:
     backbone.prefill(CONTEXT, full)
     seen, question = full.view(), (7, 8, 9)
     decoded = [int(backbone.forward(question, seen).argmax())]
-    while len(decoded) < 32:
+    while len(decoded) < LONGEST_ANSWER:
         decoded.append(int(backbone.forward(decoded[-1:], seen).argmax()))
     end = decoded[20]
     decoded = decoded[: decoded.index(end) + 1]

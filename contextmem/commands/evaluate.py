@@ -60,7 +60,7 @@ def niah(
     derived: Annotated[int, typer.Option(min=0, help="Contexts with a sentence derived from the erased needle.")] = 20,
     kept: Annotated[
         float | None,
-        typer.Option(min=0.05, max=1.0, help="Part of the context that a budget leaves; needs a folder of its own."),
+        typer.Option(min=0.1, max=1.0, help="Part of the context that a budget leaves; needs a folder of its own."),
     ] = None,
     latency_at: Annotated[
         list[int] | None, typer.Option(help="Tokens to measure latency at, repeatable, on an idle machine.")

@@ -35,7 +35,7 @@ from contextmem.training.trainer import Samples, Stage, fit
 
 __all__ = ["RestorerObjective", "RestorerPlan", "train_restorer"]
 
-_LONGEST_ANSWER = 32
+LONGEST_ANSWER = 32  # tokens
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class RestorerObjective(nn.Module):
         self.embeddings = restorer.embeddings
         adapter = restorer.adapter_for(backbone)
         self.adapter = adapter.module
-        about = (backbone_identity(backbone), str(backbone.dtype), repr(evictor))
+        framing = framing_of(codec)
+        about = (backbone_identity(backbone), str(backbone.dtype), repr(evictor), framing.answer_open, LONGEST_ANSWER)
         self._notes = Notes(notes, about) if notes is not None else None
         self._held = (backbone, codec, adapter, evictor)
         self.seen, self.kept, self.total = 0, 0, 0.0  # questions met and trained on, and their losses; for the log
@@ -198,14 +199,14 @@ def answer_of(
 
     `draft` is read at once; as far as the model would have said the same it is the answer, from there on it is decoded.
     """
-    seen, draft = full.view(), list(draft[: _LONGEST_ANSWER - 1])
+    seen, draft = full.view(), list(draft[: LONGEST_ANSWER - 1])
     logits = backbone.forward((*question, *draft), seen, all_logits=True)[len(question) - 1 :]
     said = logits.argmax(-1).tolist()
     n = next((n for n, token in enumerate(draft) if said[n] != token or token == end), len(draft))
     ids = said[: n + 1]
     asked = seen.view(full.n_slots + len(question) + n)
     seen.release()
-    while ids[-1] != end and len(ids) < _LONGEST_ANSWER:
+    while ids[-1] != end and len(ids) < LONGEST_ANSWER:
         ids.append(int(backbone.forward(ids[-1:], asked).argmax()))
     asked.release()
     return tuple(ids)

@@ -13,16 +13,19 @@ import torch
 
 from contextmem import ContextMemory, DependentsWarning
 from contextmem.cache import SpanCache
+from contextmem.errors import InvalidInput
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.niah.samples import NEEDLES, Haystack, filled
 from contextmem.evals.rows import RowLog
 from contextmem.retraction import COMPARED
+from contextmem.tiers import n_tokens_held
 
 __all__ = ["METHODS", "PROBES", "measure_derived", "measure_sample"]
 
 METHODS = ("none", *COMPARED)
 PROBES = ("none", "recompute", "kveraser", "refill", "recompute+cascade", "kveraser+cascade")
 _LONGEST_ANSWER = 24
+_STEERING = ("kveraser", "refill")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ def measure_sample(
 
     Args:
         kept: part of the context that a budget leaves; it is compacted before the edit, and again after it.
+
+    Raises:
+        InvalidInput: `kept` leaves so little that a memory recomputes steering away.
     """
     missing = [(w, m) for w in range(2) for m in methods if not log.has(f"{sample.id}-{NEEDLES[w]}", m)]
     if not missing:
@@ -72,6 +78,10 @@ def measure_sample(
         if method != "none":
             report = edited.retract(gone.id, method=method)
             assert report.method == method, "the needle is never the tail"
+            if kept is not None and method in _STEERING and not edited.segments(state="erased"):
+                raise InvalidInput(
+                    f"{kept:g} of {memory.seq_length} tokens is too little: steering was recomputed away."
+                )
             edit_s = report.seconds or 0.0
         asked = _ask(edited, sample)
         erased, wanted = sample.needles[which].value, sample.needles[1 - which].value
@@ -88,6 +98,7 @@ def measure_sample(
             decode_s=asked.decode_s,
             decoded=asked.n_decoded,
             span=gone.n_tokens,
+            held=round(n_tokens_held(edited._state), 1),
             suffix=memory.seq_length - gone.stop,
             threads=torch.get_num_threads(),
         )

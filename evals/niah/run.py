@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from contextmem import ContextMemory
+from contextmem.backbone import Backbone
 from contextmem.evals.niah.latency import measure_latency
 from contextmem.evals.niah.measure import METHODS, measure_derived, measure_sample
 from contextmem.evals.niah.report import write_report
@@ -15,6 +16,7 @@ from contextmem.evals.niah.samples import derived_haystack, haystack_of
 from contextmem.evals.rows import RowLog
 from contextmem.evals.subject import Subject
 from contextmem.training.prose import HELD_OUT, prose_of
+from contextmem.weights import restorer_for
 
 __all__ = ["SAMPLES", "run"]
 
@@ -49,6 +51,7 @@ def run(
         methods: of `METHODS`.
         n_derived: contexts with a sentence derived from the erased needle.
         kept: part of every context that a budget leaves, with a full tier on the host, which the edit works on; None: all.
+            Derived sentences and latency are measured without a budget alone.
         latency_sizes: sizes to measure latency at, on a machine that does nothing else.
         repeats: repetitions of the latency measurement.
     """
@@ -62,6 +65,10 @@ def run(
 
     prose = prose_of(*text, part=None if text else HELD_OUT)
     settings = subject.identity | {"text": [Path(path).name for path in text], "seed": seed, "kept": kept}
+    if kept is not None:
+        restorer = restorer_for(Backbone.of(subject.model), "kvzip")
+        settings["restorer"] = restorer.fingerprint if restorer is not None else None
+        n_derived, latency_sizes = 0, ()
     learned = subject.variants("kveraser", "kveraser+cascade")
     log = RowLog(folder / "rows.jsonl", settings, learned, timed=("latency",))
     if log.n_dropped:

@@ -10,8 +10,9 @@ from contextmem.training.layout import Layout
 from contextmem.training.prose import Prose
 from contextmem.training.samples.distractor_qa import Question
 
-__all__ = ["NEEDLE_FAMILY", "TASKS", "Case", "Material", "Task", "register"]
+__all__ = ["NEEDLE_FAMILY", "TASKS", "Case", "Material", "Task", "case_of", "register"]
 
+_ROOM = 120  # tokens kept for the template, the question and the answer
 NEEDLE_FAMILY = (
     "niah_single_1",
     "niah_single_2",
@@ -76,3 +77,8 @@ TASKS: dict[str, Task] = {}
 def register(name: str, task: Task) -> None:
     """Make a task available by its name. It returns None where its material is missing."""
     TASKS[name] = task
+
+
+def case_of(material: Material, task: str, size: int, number: int, seed: int) -> Case | None:
+    """Case `number` of a task at a size in tokens, question and answer included."""
+    return TASKS[task](material, random.Random(f"{task}-{seed}-{size}-{number}"), size - _ROOM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from contextmem import RestoreKV
 from contextmem.backbone import Backbone
@@ -30,7 +30,7 @@ class Control:
     slots: Made
     stays: bool = True
 
-    def cache(self, restorer: RestoreKV, backbone: Backbone, full: SpanCache, evicted: RaggedCache) -> SpanCache:
+    def beside(self, restorer: RestoreKV, backbone: Backbone, full: SpanCache, evicted: RaggedCache) -> SpanCache:
         """The evicted cache with what this control puts beside it; a new one."""
         slots = self.slots(restorer, backbone, full, evicted)
         if slots is not None:
@@ -40,7 +40,7 @@ class Control:
         return moved
 
 
-@cache
+@lru_cache(maxsize=1)
 def _without_adapter(restorer: RestoreKV, backbone: Backbone) -> RestoreKV:
     """The same embeddings, run through the model as it is."""
     plain = RestoreKV.untrained(backbone.core, n=restorer.n)

@@ -1,14 +1,14 @@
-"""What restore slots give: pairs of the same case at the same number of pairs held, without and with them."""
+"""What restore slots give: the same case within the same budget, without and with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from contextmem.evals.bootstrap import mean_interval
+from contextmem.evals.bootstrap import clustered_interval, mean_interval
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler.base import NEEDLE_FAMILY
 
@@ -17,7 +17,16 @@ __all__ = ["gain_lines", "gains_of"]
 HEADLINE = (0.05, 0.1)
 _RESAMPLES = 4000
 _LEAST_GAP = 0.2  # of which a share is worth telling
-Triple = tuple[float, float, float]  # scores of the full cache, without restore slots, and with them
+_LEAST_N = 5  # cases from which a task may be called worse
+
+
+class Triple(NamedTuple):
+    """Scores of one case with the full cache, without restore slots, and with them."""
+
+    case: str
+    full: float
+    plain: float
+    restored: float
 
 
 def gains_of(log: RowLog, size: int, can_do: Sequence[str]) -> dict[str, Any]:
@@ -39,7 +48,7 @@ def gains_of(log: RowLog, size: int, can_do: Sequence[str]) -> dict[str, Any]:
             f"{task} at {ratio:g}"
             for ratio, tasks in by_ratio.items()
             for task, triples in tasks.items()
-            if mean_interval([restored - plain for _, plain, restored in triples])[2] < 0
+            if len(triples) >= _LEAST_N and mean_interval([one.restored - one.plain for one in triples])[2] < 0
         ]
         found[name] = {"needles": figures, "worse": worse}
     return found
@@ -52,28 +61,33 @@ def _triples(log: RowLog, size: int, name: str, ratio: float, can_do: Sequence[s
     found: dict[str, list[Triple]] = {}
     for row in log.of(size=size, method=f"{name}@{ratio:g}"):
         if row["task"] in can_do and row["id"] in plain:
-            found.setdefault(row["task"], []).append((full[row["id"]], plain[row["id"]], row["score"]))
+            found.setdefault(row["task"], []).append(Triple(row["id"], full[row["id"]], plain[row["id"]], row["score"]))
     return found
 
 
 def _figures(triples: Sequence[Triple]) -> dict[str, Any]:
-    full, plain, restored = (mean(part) for part in zip(*triples, strict=True))
-    figures = {"n": len(triples), "full": full, "without": plain, "with": restored}
-    figures["gain"] = mean_interval([r - p for _, p, r in triples])
+    """Means, and intervals over cases: one that was measured at several ratios is drawn with all of them."""
+    cases = [one.case for one in triples]
+    full, plain, restored = (mean(part) for part in zip(*(one[1:] for one in triples), strict=True))
+    figures = {"n": len(set(cases)), "full": full, "without": plain, "with": restored}
+    figures["gain"] = clustered_interval([one.restored - one.plain for one in triples], cases)
     if full - plain >= _LEAST_GAP:
         figures["closed"] = _share(triples)
     return figures
 
 
 def _share(triples: Sequence[Triple], seed: int = 0) -> tuple[float, float, float]:
-    """The share of the gap that is closed, and its 95 % interval when cases are resampled."""
-    data = torch.tensor(triples, dtype=torch.float64)
+    """The share of the gap that is closed, and its 95 % interval over cases; where a draw has no gap, none is closed."""
+    names = list(dict.fromkeys(one.case for one in triples))
+    index = torch.tensor([names.index(one.case) for one in triples])
+    pairs = torch.tensor([(one.restored - one.plain, one.full - one.plain) for one in triples], dtype=torch.float64)
+    totals = torch.zeros(len(names), 2, dtype=torch.float64).index_add(0, index, pairs)
     generator = torch.Generator().manual_seed(seed)
-    drawn = data[torch.randint(len(data), (_RESAMPLES, len(data)), generator=generator)].mean(1)
-    means = torch.cat((data.mean(0)[None], drawn))
-    shares = (means[:, 2] - means[:, 1]) / (means[:, 0] - means[:, 1]).clamp(min=1e-9)
-    low, high = torch.quantile(shares[1:], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(shares[0]), low, high
+    gains, gaps = totals[torch.randint(len(names), (_RESAMPLES, len(names)), generator=generator)].sum(1).unbind(-1)
+    shares = torch.where(gaps > 0, gains / gaps.where(gaps > 0, torch.ones(())), torch.zeros(()))
+    low, high = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    gain, gap = pairs.sum(0).tolist()
+    return gain / gap, low, high
 
 
 def gain_lines(gains: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from contextmem.ragged import RaggedCache
 from contextmem.state import State
 from contextmem.tiers import n_tokens_held, within
 
-__all__ = ["FULL", "Asked", "Configuration", "measure_case"]
+__all__ = ["FULL", "Configuration", "Probe", "measure_case"]
 
 FULL = "full cache"
 _N_COMPARED = 16  # tokens of the full cache's answer over which the divergence is averaged
@@ -55,6 +55,15 @@ class Configuration:
         """As in the rows."""
         restored = "" if self.restorer is None else f"+{self.what}"
         return f"{self.evictor.name}{restored}@{self.ratio:g}"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A cache that ends with a question, the logits after it, and the seconds it took."""
+
+    cache: SpanCache
+    logits: Tensor
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -92,10 +101,10 @@ def measure_case(
         return
     memory = new_memory()
     memory.append(case.context)
-    base = memory._state
-    asked = Asked(memory, case)
-    full = asked.answered(base.cache)
-    reference = asked.told(base.cache, full.token_ids)
+    base, probe = memory._state, Probe(memory, case)
+    read = probe.read(base.cache)
+    full = probe.answered(read)
+    reference = probe.told(read, full.token_ids)
     score = case.score(full.text)
     about = {"task": name, "size": size}
     if not log.has(sample, FULL):
@@ -120,9 +129,8 @@ def measure_case(
         started = time.perf_counter()
         evicted = _compacted(memory, state, one)
         build_s = time.perf_counter() - started
-        stays = one.control is None or one.control.stays
-        answer = asked.answered(evicted.cache, stays=stays)
-        told = asked.told(evicted.cache, full.token_ids, stays=stays)
+        read = probe.read(evicted.cache, stays=one.control is None or one.control.stays)
+        answer, told = probe.answered(read), probe.told(read, full.token_ids)
         log.add(
             sample,
             one.label,
@@ -151,7 +159,7 @@ def _compacted(memory: ContextMemory, state: State, one: Configuration) -> State
         return _within(memory, state, budget, one.restorer)
     evicted = _within(memory, state, replace(budget, n_tokens=budget.n_tokens - one.restorer.n), None)
     assert isinstance(evicted.cache, RaggedCache)
-    return replace(evicted, cache=one.control.cache(one.restorer, memory.backbone, state.cache, evicted.cache))
+    return replace(evicted, cache=one.control.beside(one.restorer, memory.backbone, state.cache, evicted.cache))
 
 
 def _within(memory: ContextMemory, state: State, budget: Budget, restorer: RestoreKV | None) -> State:
@@ -164,7 +172,7 @@ def _budget(state: State, one: Configuration) -> Budget:
     return Budget(n_frames + max(1, round(one.ratio * n_context)), 0, one.evictor)
 
 
-class Asked:
+class Probe:
     """One question of a case, put to several caches.
 
     Attributes:
@@ -175,12 +183,23 @@ class Asked:
         self._memory, self._case = memory, case
         encode = memory._codec.encode
         self.prompt = (*encode(case.question), *memory._framing.answer_open, *encode(case.prefix))
+        self._n_opening = len(memory._framing.bare_opening)
 
-    def answered(self, cache: SpanCache, *, stays: bool = True) -> _Answer:
+    def read(self, cache: SpanCache, *, stays: bool = True) -> _Read:
+        """The question, read over a cache; restore slots are gone afterwards unless they stay."""
+        backbone, seen = self._memory.backbone, cache.view()
+        started = time.perf_counter()
+        logits = backbone.prefill(self.prompt, seen)
+        seconds = time.perf_counter() - started
+        if not stays and isinstance(seen, RaggedCache):
+            seen = compacted(seen, seen.held(), backbone.windows)
+        return _Read(seen, logits, seconds)
+
+    def answered(self, read: _Read) -> _Answer:
         """Greedy decoding to the end of the turn, or until everything expected was said."""
         memory, ids, text = self._memory, list[int](), ""
+        seen, logits = read.cache.view(), read.logits
         started = time.perf_counter()
-        seen, logits = self._read(cache, stays)
         while len(ids) < self._case.longest and (token := int(logits.argmax())) not in memory._end_ids:
             ids.append(token)
             text = memory._codec.decode(ids)
@@ -189,17 +208,16 @@ class Asked:
             logits = memory.backbone.forward([token], seen)
         seconds = time.perf_counter() - started
         seen.release()
-        return _Answer(text, tuple(ids), seconds)
+        return _Answer(text, tuple(ids), read.seconds + seconds)
 
-    def told(self, cache: SpanCache, answer: Sequence[int], *, stays: bool = True) -> _Told:
+    def told(self, read: _Read, answer: Sequence[int]) -> _Told:
         """What is told at the first tokens of `answer`, which is fed."""
-        backbone = self._memory.backbone
-        seen, logits = self._read(cache, stays)
+        backbone, seen, logits = self._memory.backbone, read.cache.view(), read.logits
         fed, masses = answer[: _N_COMPARED - 1], list[tuple[float, float]]()
         n_after = len(self.prompt) + len(fed)
 
         def watch(layer: int, query: Tensor, keys: Any) -> None:
-            masses.append(_masses(seen, layer, query, keys, n_after))
+            masses.append(_masses(seen, layer, query, keys, self._n_opening, n_after))
 
         if fed:
             with backbone.lock, switched(backbone.core, watch):
@@ -209,26 +227,24 @@ class Asked:
         on_context, on_restored = (mean(part) for part in zip(*masses, strict=True)) if masses else (0.0, 0.0)
         return _Told(logits.reshape(-1, logits.shape[-1]).double().log_softmax(-1), on_context, on_restored)
 
-    def _read(self, cache: SpanCache, stays: bool) -> tuple[SpanCache, Tensor]:
-        """A cache that has read the question, and the logits after it; restore slots are gone unless they stay."""
-        backbone, seen = self._memory.backbone, cache.view()
-        logits = backbone.prefill(self.prompt, seen)
-        if stays or not isinstance(seen, RaggedCache):
-            return seen, logits
-        return compacted(seen, seen.held(), backbone.windows), logits
-
 
 def _divergence(reference: Tensor, told: Tensor) -> float:
     return float((reference.exp() * (reference - told)).sum(-1).mean())
 
 
-def _masses(cache: SpanCache, layer: int, query: Tensor, keys: Any, n_after: int) -> tuple[float, float]:
-    """Attention on everything before the last `n_after` slots, and on restore slots: means over heads and queries."""
+def _masses(
+    cache: SpanCache, layer: int, query: Tensor, keys: Any, n_opening: int, n_after: int
+) -> tuple[float, float]:
+    """Attention on the context and the restore slots in it, and on these alone: means over heads and queries.
+
+    The context is what stands between the first `n_opening` slots, which every head holds, and the last `n_after`. No
+    window is regarded.
+    """
     on_context, on_restored = [], []
     for head in range(cache.layers[layer].keys.shape[1]):
         weights = group_weights(query, keys, head).mean((0, 1))
         n_kept = len(cache.kept[layer].keys[head]) if isinstance(cache, RaggedCache) else 0
         n_restore = cache.n_restore if isinstance(cache, RaggedCache) else 0
-        on_context.append(float(weights[: len(weights) - n_after].sum()))
+        on_context.append(float(weights[n_opening : len(weights) - n_after].sum()))
         on_restored.append(float(weights[n_kept - n_restore : n_kept].sum()))
     return mean(on_context), mean(on_restored)

@@ -14,7 +14,7 @@ from contextmem.evals.ruler.base import NEEDLE_FAMILY, TASKS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import FULL
 
-__all__ = ["summary", "write_report"]
+__all__ = ["order", "summary", "write_report"]
 
 _CAN_DO = 0.5  # mean score of the full cache from which a task says something about eviction
 Row = dict[str, Any]
@@ -29,7 +29,7 @@ def _of_size(log: RowLog, size: int) -> dict[str, Any]:
     full = {task: list(log.of(size=size, task=task, method=FULL)) for task in TASKS}
     scores = {task: mean(row["score"] for row in rows) for task, rows in full.items() if rows}
     can_do = [task for task, score in scores.items() if score >= _CAN_DO]
-    methods = sorted({row["method"] for row in log.of(size=size)} - {FULL}, key=_order)
+    methods = sorted({row["method"] for row in log.of(size=size)} - {FULL}, key=order)
     return {
         "full": {task: {"score": score, "n": len(full[task])} for task, score in scores.items()},
         "can_do": can_do,
@@ -63,7 +63,7 @@ def _of_method(log: RowLog, size: int, method: str, can_do: list[str]) -> dict[s
     return figures
 
 
-def _order(method: str) -> tuple[str, float, str]:
+def order(method: str) -> tuple[str, float, str]:
     name, _, ratio = method.partition("@")
     return name.partition("+")[0], float(ratio), name
 
@@ -76,8 +76,8 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Ma
         "restore slots included. Score: share of the expected strings found in the answer. Tables hold tasks that the full",
         f"cache does (mean score of at least {_CAN_DO}), over the cases in which it scores at all; `Full cache` tells its",
         "means over all cases. Brackets: 95 % bootstrap intervals. `KL`: from the full cache, nats, mean over the first 16",
-        "tokens of its answer. `Mass`: attention of these tokens on the context, restore slots included (and on these",
-        "alone), mean over layers and heads.",
+        "tokens of its answer. `Mass`: attention of these tokens on the context, without the template's opening, restore",
+        "slots included (and on these alone), mean over layers and heads. `MB`: what is held, spare room included.",
     ]
     for size, one in figures.items():
         lines += [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from contextmem import ContextMemory, RestoreKV
+from contextmem.errors import InvalidInput
 from contextmem.evals.rows import RowLog
-from contextmem.evals.ruler import TASKS, Material
+from contextmem.evals.ruler import TASKS, Material, case_of
 from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.measure import Configuration, measure_case
 from contextmem.evals.ruler.report import write_report
@@ -23,7 +23,6 @@ __all__ = ["RATIOS", "run"]
 RATIOS: dict[str, tuple[float, ...]] = {
     name: (0.05, 0.1, 0.2, 0.3, 0.5) if name in ("kvzip", "kvzip_plus") else (0.1, 0.3) for name in EVICTORS
 }
-_ROOM = 120  # tokens kept for the template, the question and the answer
 
 
 def run(
@@ -57,6 +56,9 @@ def run(
         ratios: parts of the context that are kept; default: `RATIOS`.
         controls: names of what else is put in the place of an evictor's restore slots, see `CONTROLS`.
         samples: cases a task by size in tokens.
+
+    Raises:
+        InvalidInput: a restorer is given for no evictor that is measured, names collide, or there are controls of nothing.
     """
     subject = Subject.loaded(model_name, dtype=dtype)
     empty, layout = subject.memory(), subject.layout
@@ -80,8 +82,7 @@ def run(
     for size, n in (samples or {1024: 25, 2048: 25}).items():
         for number in range(n):
             for name in tasks or TASKS:
-                case = TASKS[name](material, random.Random(f"{name}-{seed}-{size}-{number}"), size - _ROOM)
-                if case is not None:
+                if (case := case_of(material, name, size, number, seed)) is not None:
                     measure_case(new_memory, name, number, size, case, configurations, log)
             say(f"{size}: {number + 1} of {n}")
     table: str = write_report(log, folder, command, seed, subject.described)
@@ -100,7 +101,9 @@ def _configurations(
     controls: Sequence[str],
 ) -> list[Configuration]:
     """Every evictor at every ratio, without restore slots, with those of its restorers, and with their controls."""
-    named = {name: RestoreKV.from_pretrained(place) for name, place in (restorers or {}).items()}
+    named = {label: RestoreKV.from_pretrained(place) for label, place in (restorers or {}).items()}
+    if unknown := sorted({label.partition("/")[0] for label in named} - set(evictors)):
+        raise InvalidInput(f"a restorer is given for {unknown[0]!r}, which is not among the evictors measured.")
     found: list[Configuration] = []
     for name in evictors:
         evictor = evictor_named(name)
@@ -114,4 +117,12 @@ def _configurations(
                 found.append(Configuration(evictor, ratio, one, label.partition("/")[2] or kind))
             if name in own:
                 found += [Configuration(evictor, ratio, own[name], c, CONTROLS[c]) for c in controls]
+    labels = [one.label for one in found]
+    for one in found:
+        if labels.count(one.label) > 1 or set("@+") & set(one.what):
+            raise InvalidInput(
+                f"a restorer cannot be named {one.what!r}: names must differ, and hold neither '@' nor '+'."
+            )
+    if controls and not any(one.control for one in found):
+        raise InvalidInput("controls stand in the place of a restorer's slots, but there is no restorer.")
     return found
