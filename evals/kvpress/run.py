@@ -243,9 +243,9 @@ def _lines(figures: Mapping[str, Any]) -> list[str]:
     lines = [
         f"kvpress {version('kvpress')}. Both score by KVzip in parts of {KvZip().chunk} tokens and keep the template's",
         "opening and the same part of the other pairs, by one threshold over layers and heads; cases that the full cache",
-        "gets wrong are left out. `MB` is what is held for the context: ours with the spare room for 256 tokens; kvpress masks",
-        "pairs and frees none. Decoding: median a token in the same process, and its ratio to transformers' cache with",
-        "everything.",
+        "gets wrong are left out. `MB` is what is held for the context: ours with the spare room for 256 tokens; kvpress",
+        "masks pairs and frees none. Decoding: median a token in the same process, and its ratio to transformers' cache",
+        "with everything.",
         "",
         "| tokens | method | score | pairs kept, in tokens | MB | score and evict, s | decode, ms a token | ratio | n |",
         "|---|---|---|---|---|---|---|---|---|",
