@@ -308,31 +308,38 @@ def _plot(log: RowLog, figures: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
+    colours = {method: f"C{index}" for index, method in enumerate(METHODS)}
+    measured = [method for method in METHODS if any(log.of(kind="direct", method=method))]
     for axis, needle in zip(axes[0], NEEDLES, strict=True):
         table = figures["exact_match"][needle]
-        for method in METHODS:
+        for method in measured:
             points = [(size, row[method]) for size, row in table.items() if method in row]
-            style = {"linewidth": 2.6, "zorder": 3} if method == "kveraser" else {"linewidth": 1.2}
+            style: Row = {"linewidth": 2.6, "zorder": 3} if method == "kveraser" else {"linewidth": 1.2}
+            style["color"] = colours[method]
             axis.plot(
                 [s for s, _ in points], [r["em"] for _, r in points], marker="o", markersize=4, label=method, **style
             )
         _sized(axis, table, f"exact match, {needle} needle erased")
         axis.set(ylim=(-0.03, 1.03))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, ncols=len(METHODS), loc="outside lower center")
+    if measured:
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, ncols=len(measured), loc="outside lower center")
     left, right = axes[1]
-    for method in METHODS:
+    for method in measured:
         points = [(size, row[method]["seconds"]) for size, row in figures["seconds"].items() if method in row]
-        left.plot(*zip(*points, strict=True), marker="o", markersize=4, label=method)
+        left.plot(*zip(*points, strict=True), marker="o", markersize=4, label=method, color=colours[method])
         rows = sorted(log.of(kind="direct", method=method), key=lambda row: row["suffix"])
         if method in ("recompute", "kveraser", "suffix_repair"):
-            right.plot([r["suffix"] for r in rows], [r["edit_s"] for r in rows], ".", markersize=4, label=method)
+            edits = [r["edit_s"] for r in rows]
+            right.plot([r["suffix"] for r in rows], edits, ".", markersize=4, label=method, color=colours[method])
     _sized(left, figures["seconds"], "edit + question + answer, median seconds")
     has_rows = bool(figures["seconds"])  # a log scale needs something on it
     left.set(yscale="log" if has_rows else "linear")
     right.set(xlabel="tokens after the erased needle", title="edit alone, seconds")
     right.set(xscale="symlog", yscale="log" if has_rows else "linear")
     right.grid(alpha=0.3)
-    right.legend(fontsize=8)
+    if measured:
+        right.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -148,7 +148,10 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
             style = "-" if "+" in name else "--"
             axis.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, color=colour, label=name)
         axis.set(title=f"{int(size):,} tokens", xlabel="part of the context that is kept", ylabel="score, needle tasks")
+        ratios = sorted({ratio for points in lines.values() for ratio, _ in points})
         axis.set(xscale="log", ylim=(-0.02, 1.02))
+        axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
         if lines:
             axis.legend(fontsize=7)
