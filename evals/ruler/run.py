@@ -101,9 +101,9 @@ def _configurations(
     controls: Sequence[str],
 ) -> list[Configuration]:
     """Every evictor at every ratio, without restore slots, with those of its restorers, and with their controls."""
-    named = {label: RestoreKV.from_pretrained(place) for label, place in (restorers or {}).items()}
-    if unknown := sorted({label.partition("/")[0] for label in named} - set(evictors)):
+    if unknown := sorted({label.partition("/")[0] for label in restorers or {}} - set(evictors)):
         raise InvalidInput(f"a restorer is given for {unknown[0]!r}, which is not among the evictors measured.")
+    named = {label: RestoreKV.from_pretrained(place) for label, place in (restorers or {}).items()}
     found: list[Configuration] = []
     for name in evictors:
         evictor = evictor_named(name)
