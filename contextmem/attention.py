@@ -43,15 +43,15 @@ class Attended(Protocol):
 
 
 @contextmanager
-def switched(core: Any, watch: Watch | None = None, *, masked: bool = True, folded: bool = False) -> Iterator[None]:
+def switched(core: Any, watch: Watch | None = None, *, masked: bool = True, grouped: bool = False) -> Iterator[None]:
     """Attention of `core` through our function; hold the backbone's lock round it. May be nested.
 
     Args:
         core: a causal language model.
         watch: called before the attention of every layer; None leaves an outer one in place.
         masked: whether masks are needed; what is `Attended` needs none.
-        folded: attend without copying keys and values for every query head of a group, which costs most where a few queries
-            look at a long cache; the same up to rounding. False leaves what an outer one says.
+        grouped: attend without copying keys and values for every query head of a group, which costs most where a few
+            queries look at a long cache; the same up to rounding. False leaves what an outer one says.
 
     Raises:
         UnsupportedEdit: the model's attention implementation is another than sdpa or eager.
@@ -65,7 +65,7 @@ def switched(core: Any, watch: Watch | None = None, *, masked: bool = True, fold
         )
     before = vars(_local).copy()
     _local.watch, _local.masked = watch or before.get("watch"), masked
-    _local.folded = folded or before.get("folded", False)
+    _local.grouped = grouped or before.get("grouped", False)
     with _COUNTS_LOCK:  # models may share a configuration, each under a lock of its own
         _COUNTS[id(config)] = _COUNTS.get(id(config), 0) + 1
         config._attn_implementation = _PREFIX + previous
@@ -100,8 +100,8 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
                 raise UnsupportedEdit(f"attention with {extra[0]} is not computed over a compacted cache")
             return key.attend(query, scale, kwargs["position_ids"]).transpose(1, 2).contiguous(), None
         plain = not any(kwargs.get(name) is not None for name in _EXTRAS)
-        if getattr(_local, "folded", False) and plain and isinstance(attention_mask, Tensor):
-            return _folded(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+        if getattr(_local, "grouped", False) and plain and isinstance(attention_mask, Tensor):
+            return _grouped(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
         # Eager attention is a function of the model's own file, which no registry knows.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         inner = ALL_ATTENTION_FUNCTIONS.get_interface(previous, eager)
@@ -113,13 +113,9 @@ def _attention_of(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return attention
 
 
-def _folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention in which the query heads of a group are further queries of their KV head."""
-    n_heads, n = keys.shape[1], query.shape[2]
-    group = query.shape[1] // n_heads
-    grouped = query.reshape(1, n_heads, group * n, -1)
-    mask = mask[:, :1, -n:, : keys.shape[2]].repeat(1, 1, group, 1)
-    return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).reshape(query.shape)
+def _grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """What transformers does without a mask alone: with one it repeats keys and values first."""
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
 
 
 def _mask_of(previous: str) -> Callable[..., Any]:

@@ -156,7 +156,7 @@ class RestoreKV(Learned):
         """
         adapter = self.adapter_for(backbone)
         seen = cache.view()
-        with backbone.lock, adapter.attached(backbone.core) as core, switched(core, folded=True):
+        with backbone.lock, adapter.attached(backbone.core) as core, switched(core, grouped=True):
             runner = Backbone.of(core)
             embeddings = self.embeddings.detach().to(runner.device, runner.dtype)
             runner.forward_embeddings(embeddings, seen)

@@ -18,7 +18,7 @@ from test_ragged import reference_attention
 from tiny import build, tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoConfig
 
-from contextmem import ContextMemory, ContextOverflow, InvalidInput, UnsupportedEdit
+from contextmem import ContextMemory, ContextOverflow, InvalidInput, UnsupportedEdit, ragged
 from contextmem.compaction import ALLOCATIONS, chosen
 from contextmem.eviction import EVICTORS
 from contextmem.ragged import RaggedCache
@@ -410,6 +410,17 @@ class TestFaultsFoundInReview:
         with pytest.raises(UnsupportedEdit, match="softcap"):
             memory.set_budget(100)
         assert memory.budget is None
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_attention_that_comes_out_wrong_is_refused_in_any_type(
+        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Measured, with rounding told apart from it: the same model is accepted where the attention is right."""
+        ContextMemory(build(tiny_config("llama")).to(dtype), TOKENIZER, budget=100)
+        inner = ragged.attention_over
+        monkeypatch.setattr(ragged, "attention_over", lambda *given: 0.5 * inner(*given))
+        with pytest.raises(UnsupportedEdit, match="logits would be off"):
+            ContextMemory(build(tiny_config("llama")).to(dtype), TOKENIZER, budget=100)
 
     @pytest.mark.parametrize("options", [{"evictor": "psychic"}, {"full_tier": "moon"}, {"allocation": "fair"}])
     def test_nonsense_is_refused_without_a_budget_too(self, options: dict[str, Any]) -> None:

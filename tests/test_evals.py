@@ -128,6 +128,8 @@ def test_niah_within_a_budget(place: Path, tmp_path: Path) -> None:
     assert all(row["held"] < 0.6 * max(n_tokens, 500) for row in rows)
     with pytest.raises(InvalidInput, match=r"kept: 0\.5 there, None here"):
         run_niah(tmp_path, samples={700: 1}, say=lambda _: None, **options)
+    with pytest.raises(InvalidInput, match="--latency-at"):
+        run_niah(tmp_path, kept=0.5, latency_sizes=(700,), **options)
 
 
 def test_niah_latency_alone_is_reported(place: Path, tmp_path: Path) -> None:

@@ -225,14 +225,14 @@ def test_what_a_layer_attends_with_can_be_watched(model: Any) -> None:
 
 
 @pytest.mark.parametrize("n_new", [1, 7])
-def test_folded_attention_is_the_models_own(model: Any, n_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_attention_is_the_models_own(model: Any, n_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few queries over a longer cache, and one, which needs no mask and is left to the model; an outer watch stays."""
     backbone = Backbone.of(model)
     before, ids = prefilled(backbone, IDS[:N_CONTEXT]), IDS[N_CONTEXT : N_CONTEXT + n_new]
     plain = backbone.forward(ids, before.view(), all_logits=True)
-    seen, folds, inner = list[int](), list[int](), attention._folded
-    monkeypatch.setattr(attention, "_folded", lambda *given: folds.append(1) or inner(*given))
-    with backbone.lock, switched(model, lambda layer, *_: seen.append(layer)), switched(model, folded=True):
-        folded = backbone.forward(ids, before.view(), all_logits=True)
-    assert (folded - plain).abs().max() <= 5 * floor(model, IDS[: N_CONTEXT + n_new])
-    assert seen == list(range(backbone.n_layers)) and (n_new == 1 or len(folds) == backbone.n_layers)
+    seen, calls, inner = list[int](), list[int](), attention._grouped
+    monkeypatch.setattr(attention, "_grouped", lambda *given: calls.append(1) or inner(*given))
+    with backbone.lock, switched(model, lambda layer, *_: seen.append(layer)), switched(model, grouped=True):
+        grouped = backbone.forward(ids, before.view(), all_logits=True)
+    assert (grouped - plain).abs().max() <= 5 * floor(model, IDS[: N_CONTEXT + n_new])
+    assert seen == list(range(backbone.n_layers)) and (n_new == 1 or len(calls) == backbone.n_layers)

@@ -33,7 +33,7 @@ from contextmem.training.recall import RecallSample, RecallSource
 from contextmem.training.samples.distractor_qa import questions_of
 from contextmem.training.trainer import Samples, Stage, fit
 
-__all__ = ["RestorerObjective", "RestorerPlan", "train_restorer"]
+__all__ = ["LONGEST_ANSWER", "RestorerObjective", "RestorerPlan", "answer_of", "train_restorer"]
 
 LONGEST_ANSWER = 32  # tokens
 

@@ -9,6 +9,7 @@ import torch
 
 from contextmem import ContextMemory
 from contextmem.backbone import Backbone
+from contextmem.errors import InvalidInput
 from contextmem.evals.niah.latency import measure_latency
 from contextmem.evals.niah.measure import METHODS, measure_derived, measure_sample
 from contextmem.evals.niah.report import write_report
@@ -51,10 +52,15 @@ def run(
         methods: of `METHODS`.
         n_derived: contexts with a sentence derived from the erased needle.
         kept: part of every context that a budget leaves, with a full tier on the host, which the edit works on; None: all.
-            Derived sentences and latency are measured without a budget alone.
+            Derived sentences are measured without a budget alone, and so is latency.
         latency_sizes: sizes to measure latency at, on a machine that does nothing else.
         repeats: repetitions of the latency measurement.
+
+    Raises:
+        InvalidInput: latency is asked for within a budget.
     """
+    if kept is not None and latency_sizes:
+        raise InvalidInput("latency is measured without a budget: leave out either --kept or --latency-at.")
     torch.manual_seed(seed)
     subject = Subject.loaded(model_name, dtype=dtype, eraser=eraser)
     layout = subject.layout
@@ -68,7 +74,7 @@ def run(
     if kept is not None:
         restorer = restorer_for(Backbone.of(subject.model), "kvzip")
         settings["restorer"] = restorer.fingerprint if restorer is not None else None
-        n_derived, latency_sizes = 0, ()
+        n_derived = 0
     learned = subject.variants("kveraser", "kveraser+cascade")
     log = RowLog(folder / "rows.jsonl", settings, learned, timed=("latency",))
     if log.n_dropped:

@@ -11,10 +11,11 @@ import torch
 from contextmem.evals.bootstrap import clustered_interval, mean_interval
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler.base import NEEDLE_FAMILY
+from contextmem.evals.ruler.measure import FULL
 
 __all__ = ["gain_lines", "gains_of"]
 
-HEADLINE = (0.05, 0.1)
+_HEADLINE = (0.05, 0.1)
 _RESAMPLES = 4000
 _LEAST_GAP = 0.2  # of which a share is worth telling
 _LEAST_N = 5  # cases from which a task may be called worse
@@ -41,9 +42,9 @@ def gains_of(log: RowLog, size: int, can_do: Sequence[str]) -> dict[str, Any]:
             for ratio, tasks in by_ratio.items()
         }
         figures = {f"{ratio:g}": _figures(triples) for ratio, triples in needles.items() if triples}
-        if all(needles.get(ratio) for ratio in HEADLINE):
-            both = [triple for ratio in HEADLINE for triple in needles[ratio]]
-            figures[" and ".join(f"{ratio:g}" for ratio in HEADLINE)] = _figures(both)
+        if all(needles.get(ratio) for ratio in _HEADLINE):
+            both = [triple for ratio in _HEADLINE for triple in needles[ratio]]
+            figures[" and ".join(f"{ratio:g}" for ratio in _HEADLINE)] = _figures(both)
         worse = [
             f"{task} at {ratio:g}"
             for ratio, tasks in by_ratio.items()
@@ -56,7 +57,7 @@ def gains_of(log: RowLog, size: int, can_do: Sequence[str]) -> dict[str, Any]:
 
 def _triples(log: RowLog, size: int, name: str, ratio: float, can_do: Sequence[str]) -> dict[str, list[Triple]]:
     """By task, the cases that were measured all three ways."""
-    full = {row["id"]: row["score"] for row in log.of(size=size, method="full cache")}
+    full = {row["id"]: row["score"] for row in log.of(size=size, method=FULL)}
     plain = {row["id"]: row["score"] for row in log.of(size=size, method=f"{name.partition('+')[0]}@{ratio:g}")}
     found: dict[str, list[Triple]] = {}
     for row in log.of(size=size, method=f"{name}@{ratio:g}"):
