@@ -39,14 +39,23 @@ class EraserConfig(LearnedConfig):
         conditioning: what the erase pass attends to beside e itself: "prefix" (KV(p), the paper's choice), "none",
             "query" (KV(p) and the question, which must be known) or "suffix" (KV(p) and the first 15 % of KV(s)).
         max_span_tokens: longest span to erase in one go; beyond what was trained, quality is not known.
+        slots: steering slots of a span that stay, its last ones; the others go, and what stands after them is moved up.
+            None: all stay, and nothing is moved (the paper's form).
     """
 
     FILE = "eraser_config.json"
     adapter: str = "lora"
     conditioning: str = "prefix"
     max_span_tokens: int = 512
+    slots: int | None = None
+
+    def n_gone(self, n_tokens: int) -> int:
+        """How many of a span's `n_tokens` slots go."""
+        return 0 if self.slots is None else max(0, n_tokens - self.slots)
 
     def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise InvalidInput(f"slots must be at least 1, not {self.slots}.")
         check_choice("adapter", self.adapter, ("lora", "full"))
         check_choice("conditioning", self.conditioning, CONDITIONINGS)
 
@@ -75,12 +84,13 @@ class KVEraser(Learned):
         alpha: int = 32,
         targets: Sequence[str] | None = None,
         max_span_tokens: int = 512,
+        slots: int | None = None,
         seed: int = 0,
     ) -> Self:
         """A fresh eraser for `model`.
 
         Args:
-            adapter, conditioning, max_span_tokens: see `EraserConfig`.
+            adapter, conditioning, max_span_tokens, slots: see `EraserConfig`.
             rank, alpha: of the LoRA matrices.
             targets: names of the modules to adapt; default: the attention projections.
             seed: of the initial weights.
@@ -91,6 +101,7 @@ class KVEraser(Learned):
             adapter=adapter,
             conditioning=conditioning,
             max_span_tokens=max_span_tokens,
+            slots=slots,
             base_model=str(getattr(core, "name_or_path", "") or ""),
             identity=backbone_identity(backbone),
         )

@@ -138,10 +138,13 @@ class Ledger:
         went = tuple(s.emptied("retracted") for s in self.spans if s.id in names and s.kind != "frame")
         return Ledger(_laid_out(kept), (*self.gone, *went))
 
-    def erased(self, ids: Iterable[str]) -> Ledger:
-        """With the named spans emptied but still holding their slots (their KV was replaced, not removed)."""
+    def erased(self, ids: Iterable[str], most: int | None = None) -> Ledger:
+        """With the named spans emptied but still holding slots, at most `most` each (their KV was replaced, not removed)."""
         names = set(ids)
-        return Ledger(tuple(s.emptied("erased") if s.id in names else s for s in self.spans), self.gone)
+        spans = [s.emptied("erased") if s.id in names else s for s in self.spans]
+        if most is not None:
+            spans = [replace(s, stop=min(s.stop, s.start + most)) if s.id in names else s for s in spans]
+        return Ledger(_laid_out(spans), self.gone)
 
     def swapped(self, old: str, new: Segment) -> Ledger:
         """With `new` in the place of the segment `old`, whose frames it takes over; the record of the old one is kept.

@@ -19,9 +19,9 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 @cache
-def eraser_of(model: Any) -> KVEraser:
+def eraser_of(model: Any, slots: int | None = None) -> KVEraser:
     """An eraser that changes what it erases, as a trained one does."""
-    return moved(KVEraser.untrained(model), model)
+    return moved(KVEraser.untrained(model, slots=slots), model)
 
 
 def moved(eraser: KVEraser, model: Any) -> KVEraser:

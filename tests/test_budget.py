@@ -343,9 +343,10 @@ class TestFaultsFoundInReview:
         again = ContextMemory.load(tmp_path / "m.ctx", memory.model, TOKENIZER, budget=150)
         assert again.budget is not None and again.budget.reserve == 37
 
-    @pytest.mark.parametrize("method", ["kveraser", "instruct", "mask", "delete_and_shift"])
+    @pytest.mark.parametrize("method", ["kveraser", "kveraser, 3 slots", "instruct", "mask", "delete_and_shift"])
     def test_scores_stay_with_their_slots(self, method: str) -> None:
-        memory = new(full_tier="cpu")
+        method, _, slots = method.partition(",")
+        memory = new(full_tier="cpu", eraser=eraser_of(tiny_model("llama"), 3 if slots else None))
         segments = [memory.append(text) for text in (TEXT, "Two. ", TEXT, "Four. ", TEXT)]
         memory.set_budget(200)
         gone = [segments[1], segments[3]]
@@ -356,7 +357,9 @@ class TestFaultsFoundInReview:
         assert scores is not None
         expected = torch.stack([-layer.keys[0].norm(dim=-1) for layer in whole.layers])[..., : scores.shape[-1]]
         if method == "kveraser":  # the steering blocks are always kept, their old scores do not count
-            keep = [s for s in range(scores.shape[-1]) if not any(t.start <= s < t.stop for t in gone)]
+            steering = memory.segments(state="erased")
+            assert len(steering) == 2
+            keep = [s for s in range(scores.shape[-1]) if not any(t.start <= s < t.stop for t in steering)]
             scores, expected = scores[..., keep], expected[..., keep]
         assert torch.allclose(scores, expected, atol=1e-5)
 
@@ -500,11 +503,13 @@ class BudgetMachine(RuleBasedStateMachine):
         evictor=st.sampled_from(list(EVICTORS)),
         allocation=st.sampled_from(ALLOCATIONS),
         full_tier=st.sampled_from([None, "cpu", "disk"]),
+        slots=st.sampled_from([None, 3]),
     )
-    def begin(self, name: str, **options: Any) -> None:
+    def begin(self, name: str, slots: int | None, **options: Any) -> None:
         architecture, attention = name.split("-")
         self.model = tiny_model(architecture, attention)
-        self.memory = new(self.model, budget=90, **options)
+        self.eraser = eraser_of(self.model, slots)
+        self.memory = new(self.model, budget=90, eraser=self.eraser, **options)
         self.watched: list[tuple[ContextMemory, Any]] = []
         self.marks: list[tuple[Any, Any, Any]] = []
 
@@ -583,9 +588,7 @@ class BudgetMachine(RuleBasedStateMachine):
         before = snapshot(self.memory)
         with tempfile.TemporaryDirectory() as folder:
             self.memory.save(Path(folder) / "m.ctx")
-            self.memory = ContextMemory.load(
-                Path(folder) / "m.ctx", self.model, TOKENIZER, eraser=eraser_of(self.model)
-            )
+            self.memory = ContextMemory.load(Path(folder) / "m.ctx", self.model, TOKENIZER, eraser=self.eraser)
         assert_unchanged(self.memory, before)
         self.marks = []
 

@@ -16,6 +16,7 @@ from conftest import moved
 from oracle import assert_equals_reference, assert_unchanged, layer_tensors, same_tensors, snapshot
 from safetensors.torch import load_file
 from tiny import build, tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoConfig
 
 from contextmem import (
     Cancelled,
@@ -214,6 +215,109 @@ def test_conditioning_on_later_positions_is_refused_under_sliding_windows() -> N
     with pytest.raises(UnsupportedEdit, match="sliding"):
         memory.retract(segments[1], method="kveraser")
     assert_unchanged(memory, before)
+
+
+class TestFewSlots:
+    """An eraser that keeps the last few steering slots of a span: the others are freed and the gap is closed."""
+
+    def test_what_stays_is_the_end_of_the_steering_and_the_rest_moved_up(self, model: Any) -> None:
+        whole, closed = erasing_memory(model), erasing_memory(model, slots=5)
+        for memory in (whole, closed):
+            report = memory.retract(filled(memory)[1], method="kveraser")
+        gone = whole.segments(state="erased")[0]
+        n_gone = gone.n_tokens - 5
+        assert report.tokens_removed == gone.n_tokens and report.guarantee == "approximate"
+        assert closed.segments(state="erased")[0].n_tokens == 5
+        assert closed.seq_length == closed.next_position == whole.seq_length - n_gone
+        index = [i for i in range(whole.seq_length) if not gone.start <= i < gone.start + n_gone]
+        kept = [(k[:, :, index], v[:, :, index]) for k, v in layer_tensors(whole)]
+        state = whole._state.cache.select(((0, gone.start), (gone.start + n_gone, whole.seq_length)))
+        state.turn_(gone.start, state.n_slots, -n_gone, Backbone.of(model).angles())
+        turned = [(layer.keys, layer.values) for layer in state.layers]
+        assert same_tensors(layer_tensors(closed), turned)
+        before = [(k[:, :, : gone.start], v) for k, v in kept]
+        now = [(k[:, :, : gone.start], v) for k, v in layer_tensors(closed)]
+        assert same_tensors(now, before), "the prefix, and every value, bit for bit"
+
+    def test_a_shorter_span_keeps_all_of_its_slots(self, model: Any) -> None:
+        whole, closed = erasing_memory(model), erasing_memory(model, slots=1000)
+        for memory in (whole, closed):
+            memory.retract(filled(memory)[1], method="kveraser")
+        assert same_tensors(layer_tensors(whole), layer_tensors(closed))
+
+    def test_several_spans_and_the_tail_at_once(self, model: Any) -> None:
+        memory = erasing_memory(model, slots=3)
+        segments = filled(memory)
+        memory.retract([segments[0], segments[2]], method="kveraser")
+        assert [s.n_tokens for s in memory.segments(state="erased")] == [3, 3]
+        memory.append("More.")
+        memory._state.check()
+        more = erasing_memory(model, slots=3)
+        segments = filled(more)
+        more.retract([segments[1], segments[3]], method="kveraser")
+        assert more.seq_length == segments[0].stop + 3 + segments[2].n_tokens
+        for one in (memory, more):
+            assert one.logits().isfinite().all()
+            one.settle()
+            assert_equals_reference(one)
+
+    def test_nothing_learned_and_one_slot_is_nearly_dropping_the_span(self) -> None:
+        """With the span's last slot alone left, the memory says nearly what it says after `delete_and_shift`."""
+        model = tiny_model("llama")
+        said = {}
+        for method in ("none", "delete_and_shift", "kveraser"):
+            memory = ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model, slots=1))
+            segments = filled(memory)
+            if method != "none":
+                memory.retract(segments[1], method=method)
+            said[method] = memory.logits(" Which?")
+        far, near = ((said[m] - said["delete_and_shift"]).norm() for m in ("none", "kveraser"))
+        assert near < far
+
+    def test_forks_and_failures_leave_the_state_before(self, model: Any, monkeypatch: Any) -> None:
+        memory = erasing_memory(model, slots=4)
+        segments = filled(memory)
+        fork, before = memory.fork(), snapshot(memory)
+        fork.retract(segments[1], method="kveraser")
+        assert_unchanged(memory, before)
+
+        def broken(*arguments: Any) -> None:
+            raise RuntimeError("stop")
+
+        monkeypatch.setattr("contextmem.cache.rerotated", broken)
+        with pytest.raises(RuntimeError):
+            memory.retract(segments[1], method="kveraser")
+        assert_unchanged(memory, before)
+
+    def test_worn_keys_are_recomputed_instead(self) -> None:
+        model = build(tiny_config("llama"), seed=3).to(torch.bfloat16)
+        memory = erasing_memory(model, slots=2)
+        for number in range(6):
+            memory.append(f"Text number {number} of a few of them. ")
+        memory.append("The end of the context, which stays and is long enough to be worth keeping. " * 2)
+        reports = [memory.retract(memory.segments()[0], method="kveraser") for _ in range(4)]
+        assert [r.method for r in reports] == ["kveraser", "kveraser", "kveraser", "recompute"]
+        assert "re-rotated" in reports[-1].why and memory._state.is_exact
+
+    def test_models_whose_keys_cannot_be_moved_are_refused_before_anything_changes(self) -> None:
+        shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        config = AutoConfig.for_model("cohere", **shape, num_attention_heads=4, num_key_value_heads=2, pad_token_id=2)
+        model = build(config)
+        memory = ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model, slots=4))
+        segments = filled(memory)
+        before = snapshot(memory)
+        with pytest.raises(UnsupportedEdit, match="moved"):
+            memory.retract(segments[1], method="kveraser")
+        assert_unchanged(memory, before)
+        report = memory.retract(segments[1])
+        assert report.method == "recompute" and "moved" in report.why
+
+    def test_saved_and_read_again(self, tmp_path: Path) -> None:
+        model = tiny_model("llama")
+        KVEraser.untrained(model, slots=6).save_pretrained(tmp_path)
+        assert KVEraser.from_pretrained(tmp_path).config.slots == 6
+        with pytest.raises(InvalidInput, match="slots"):
+            KVEraser.untrained(model, slots=0)
 
 
 class TestRanges:

@@ -30,11 +30,12 @@ TOKENIZER = tiny_tokenizer()
 class MemoryMachine(RuleBasedStateMachine):
     """Append, ask, retract by every method, fork, go back, save and load, fail: invariants hold after each."""
 
-    @initialize(name=NAMES)
-    def begin(self, name: str) -> None:
+    @initialize(name=NAMES, slots=st.sampled_from([None, 3]))
+    def begin(self, name: str, slots: int | None) -> None:
         architecture, attention = name.split("-")
         self.model = tiny_model(architecture, attention)
-        self.memory = ContextMemory(self.model, TOKENIZER, chunk_size=7, eraser=eraser_of(self.model))
+        self.eraser = eraser_of(self.model, slots)
+        self.memory = ContextMemory(self.model, TOKENIZER, chunk_size=7, eraser=self.eraser)
         self.watched: list[tuple[ContextMemory, Any]] = []
         self.marks: list[tuple[Any, Any]] = []
         self.forked: set[int] = set()
@@ -59,6 +60,7 @@ class MemoryMachine(RuleBasedStateMachine):
         chosen = data.draw(
             st.lists(st.sampled_from(live), min_size=1, max_size=3 if several else 1, unique_by=lambda s: s.id)
         )
+        spans = self.memory._state.ledger.spans
         kept = [s.text for s in live if s.id not in {c.id for c in chosen}]
         keep = self.kept_slots(chosen)
         outside = [(k[:, :, keep], v[:, :, keep]) for k, v in layer_tensors(self.memory)]
@@ -70,7 +72,16 @@ class MemoryMachine(RuleBasedStateMachine):
         if report.method == "mask":
             assert same_tensors(layer_tensors(self.memory), outside)
         if report.method == "kveraser":
-            assert same_tensors([(k[:, :, keep], v[:, :, keep]) for k, v in layer_tensors(self.memory)], outside)
+            before = {span.id for span in spans if span.state == "erased"}
+            new = [s for s in self.memory._state.ledger.spans if s.state == "erased" and s.id not in before]
+            written = {slot for span in new for slot in range(span.start, span.stop)}
+            rest = [slot for slot in range(self.memory.seq_length) if slot not in written]
+            now = [(k[:, :, rest], v[:, :, rest]) for k, v in layer_tensors(self.memory)]
+            if self.eraser.config.slots is None:
+                assert same_tensors(now, outside)
+            else:
+                assert same_tensors([(v, v) for _, v in now], [(v, v) for _, v in outside])
+                assert all(span.n_tokens <= self.eraser.config.slots for span in new)
         if report.guarantee == "exact":
             assert self.memory._state.is_exact
 
@@ -125,7 +136,7 @@ class MemoryMachine(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "m.ctx"
             self.memory.save(path)
-            self.memory = ContextMemory.load(path, self.model, TOKENIZER, eraser=eraser_of(self.model))
+            self.memory = ContextMemory.load(path, self.model, TOKENIZER, eraser=self.eraser)
         self.memory.chunk_size = 7
         assert_unchanged(self.memory, before)
         self.marks = []

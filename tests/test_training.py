@@ -20,7 +20,7 @@ from tiny import build, tiny_config, tiny_model, tiny_tokenizer
 from contextmem import ContextMemory, IdentityMismatch, InvalidInput, KVErase, KVEraser
 from contextmem.backbone import Backbone
 from contextmem.codec import Codec
-from contextmem.eraser import CONDITIONINGS
+from contextmem.eraser import CONDITIONINGS, EraserConfig
 from contextmem.framing import framing_of
 from contextmem.training.eraser import TrainingPlan, train_eraser
 from contextmem.training.layout import Layout
@@ -163,27 +163,27 @@ class TestSamples:
 
 
 @pytest.mark.parametrize("conditioning", CONDITIONINGS)
-@pytest.mark.parametrize("adapter", ["lora", "full"])
-def test_the_loss_is_that_of_the_librarys_own_edit(conditioning: str, adapter: str) -> None:
+@pytest.mark.parametrize(("adapter", "slots"), [("lora", None), ("full", None), ("lora", 4)])
+def test_the_loss_is_that_of_the_librarys_own_edit(conditioning: str, adapter: str, slots: int | None) -> None:
     """Cross-entropy through the objective = minus the log-probability a memory gives the answer after erasing."""
     model = tiny_model("llama")
-    eraser = moved(KVEraser.untrained(model, conditioning=conditioning, adapter=adapter), model)
+    eraser = moved(KVEraser.untrained(model, conditioning=conditioning, adapter=adapter, slots=slots), model)
     memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
     segments = [memory.append(t) for t in ("One two three. ", "Four five six. ", "Seven eight nine, and ten at last.")]
     question, answer = memory._codec.encode("Which?"), memory._codec.encode("Three")
     opened = (*question, *memory._framing.answer_open)
     erasure = Erasure(segments[1].start, segments[1].stop, opened, answer, "test")
     backbone = Backbone.of(model)
-    objective = EraserObjective(backbone, eraser.adapter_for(backbone), conditioning, "answer")
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config, "answer")
     loss = float(objective(Sample(memory.token_ids, (erasure,)))["loss"].detach())
     memory.retract(segments[1], method=KVErase(question="Which?"))
     assert loss == pytest.approx(-memory.score("Three", question="Which?") / len(answer), rel=1e-4)
 
 
-@pytest.mark.parametrize("own_words", [False, True])
-def test_the_teacher_is_the_context_without_the_span(model: Any, own_words: bool) -> None:
+@pytest.mark.parametrize(("own_words", "slots"), [(False, None), (True, None), (True, 3)])
+def test_the_teacher_is_the_context_without_the_span(model: Any, own_words: bool, slots: int | None) -> None:
     """The loss is the divergence of a memory that erased from one that recomputed, over the answer given or its own."""
-    eraser = moved(KVEraser.untrained(model), model)
+    eraser = moved(KVEraser.untrained(model, slots=slots), model)
     memory = ContextMemory(model, tiny_tokenizer(), eraser=eraser)
     segments = [memory.append(t) for t in ("One two three. ", "Four five six. ", "Seven eight nine, and ten at last.")]
     question, answer = memory._codec.encode("Which?"), memory._codec.encode("Three")
@@ -198,7 +198,9 @@ def test_the_teacher_is_the_context_without_the_span(model: Any, own_words: bool
         while len(answer) < 24 and erasure.answer[-1] not in answer:
             answer.append(int(logits.argmax()))
             logits = backbone.forward(answer[-1:], cache)
-    loss = EraserObjective(backbone, eraser.adapter_for(backbone))(Sample(memory.token_ids, (erasure,)))["loss"]
+    loss = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config)(Sample(memory.token_ids, (erasure,)))[
+        "loss"
+    ]
     told = []
     for method in ("recompute", "kveraser"):
         edited = memory.fork()
@@ -215,8 +217,8 @@ def test_contexts_of_a_pool_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) 
     eraser = moved(KVEraser.untrained(model), model)
     backbone = Backbone.of(model)
     samples = [Sample(tuple(range(5 + i, 60 + i)), (Erasure(20, 30, (7, 8), (9, 2), "test"),)) for i in range(3)]
-    objective = EraserObjective(backbone, eraser.adapter_for(backbone), pool=2)
-    plain = EraserObjective(backbone, eraser.adapter_for(backbone))
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config, pool=2)
+    plain = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config)
     fed: list[int] = []
     original = Backbone.forward
     monkeypatch.setattr(Backbone, "prefill", lambda s, ids, cache, **o: fed.append(len(ids)) or original(s, ids, cache))
@@ -242,8 +244,8 @@ def test_a_sharper_teacher_is_surer_of_the_same_words(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("contextmem.training.objective._divergence", watched)
     for sharpness in (1.0, 2.0):
-        EraserObjective(backbone, adapter, sharpness=sharpness)(sample)
-        EraserObjective(backbone, adapter, sharpness=sharpness)(sentence)
+        EraserObjective(backbone, adapter, EraserConfig(), sharpness=sharpness)(sample)
+        EraserObjective(backbone, adapter, EraserConfig(), sharpness=sharpness)(sentence)
     plain, sentence_once, sharp, sentence_again = taught
     assert torch.equal(sentence_once, sentence_again)
     assert torch.equal(plain.argmax(-1), sharp.argmax(-1))
@@ -251,20 +253,21 @@ def test_a_sharper_teacher_is_surer_of_the_same_words(monkeypatch: pytest.Monkey
     assert (sharp.exp().amax(-1) > plain.exp().amax(-1)).all()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("needle", "_HARD"), ("qa", "_MISLED")])
+@pytest.mark.parametrize(("kind", "slots"), [("needle", None), ("qa", None), ("qa", 2)])
 @pytest.mark.parametrize("limit", [0.0, 1e9])
-def test_what_teaches_little_is_left_out(monkeypatch: pytest.MonkeyPatch, limit: float, kind: str, name: str) -> None:
-    """Needles that a mask would erase as well; passages that hardly change what is said."""
+def test_what_teaches_little_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, limit: float, kind: str, slots: int | None
+) -> None:
+    """What dropping the slots would erase as well."""
     model = tiny_model("llama")
-    eraser = moved(KVEraser.untrained(model), model)
+    eraser = moved(KVEraser.untrained(model, slots=slots), model)
     backbone = Backbone.of(model)
-    for threshold in ("_HARD", "_MISLED"):
-        monkeypatch.setattr(f"contextmem.training.objective.{threshold}", limit if threshold == name else 1e9 - limit)
+    monkeypatch.setattr("contextmem.training.objective._HARD", limit)
     sample = Sample(tuple(range(5, 60)), (Erasure(20, 30, (7, 8), (9, 2), kind),))
-    objective = EraserObjective(backbone, eraser.adapter_for(backbone), easy=0.0)
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config, easy=0.0)
     loss = float(objective(sample)["loss"].detach())
     assert (objective.kept, loss > 0) == ((1, True) if limit == 0.0 else (0, False))
-    easy = EraserObjective(backbone, eraser.adapter_for(backbone), easy=1.0)
+    easy = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config, easy=1.0)
     assert float(easy(sample)["loss"].detach()) > 0 and easy.kept == 1
 
 
@@ -310,7 +313,7 @@ def test_gradients_reach_the_eraser_and_nothing_else(model: Any, adapter: str) -
     flags = [p.requires_grad for p in model.parameters()]
     model.requires_grad_(False)
     try:
-        objective = EraserObjective(backbone, eraser.adapter_for(backbone))
+        objective = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config)
         assert {id(p) for p in objective.parameters()} == {id(p) for p in module.parameters()}
         context = tuple(range(5, 60))
         objective(Sample(context, (Erasure(40, 50, (7, 8), (9, 10), "test"),)))["loss"].backward()
@@ -325,7 +328,7 @@ def test_only_samples_that_pass_their_check_count() -> None:
     model = tiny_model("llama")
     eraser = KVEraser.untrained(model)
     backbone = Backbone.of(model)
-    objective = EraserObjective(backbone, eraser.adapter_for(backbone), target="answer")
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config, target="answer")
     context, question = tuple(range(5, 60)), (7, 8)
     without = backbone.new_cache()
     backbone.prefill(context[:20] + context[30:], without)
@@ -465,7 +468,7 @@ class TestTrainer:
         eraser = KVEraser.untrained(model, rank=4)
         backbone = Backbone.of(model)
         adapter = eraser.adapter_for(backbone)
-        objective = EraserObjective(backbone, adapter)
+        objective = EraserObjective(backbone, adapter, EraserConfig())
         optimizer = torch.optim.AdamW(objective.parameters(), lr=0.02)
         sample = Sample(tuple(range(5, 60)), (Erasure(20, 30, (7, 8), (9, 10), "test"),))
         losses = []

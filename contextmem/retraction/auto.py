@@ -22,8 +22,12 @@ def choose(edit: Edit) -> tuple[Method, str]:
     if any(span.kind == "frame" for span in edit.inner):
         return METHODS["recompute"], f"{exact}; a turn of the dialogue is not erased but removed"
     try:
-        erased = METHODS["kveraser"].plan(edit).tokens
+        plan = METHODS["kveraser"].plan(edit)
     except (UnsupportedEdit, IdentityMismatch, StorageError, InvalidInput) as refusal:
         why = str(refusal).partition(". ")[0].removesuffix(".")
         return METHODS["recompute"], f"{exact}; not erased: {why}"
-    return METHODS["kveraser"], f"erasing computes {erased:,} tokens, recomputing {tokens:,}; settle() makes it exact"
+    if plan.method != "kveraser":
+        return METHODS[plan.method], plan.why
+    return METHODS[
+        "kveraser"
+    ], f"erasing computes {plan.tokens:,} tokens, recomputing {tokens:,}; settle() makes it exact"

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contextmem.cache import Slots, SpanCache
+import torch
+
+from contextmem.backbone import Backbone
+from contextmem.cache import Ranges, Slots, SpanCache
 from contextmem.eraser import KVEraser
 from contextmem.errors import UnsupportedEdit
 from contextmem.framing import framing_of
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
+from contextmem.retraction.delete_and_shift import is_worn, recompute_plan
+from contextmem.retraction.recompute import Recompute
 from contextmem.state import State
 
-__all__ = ["KVErase", "overwritten", "without_tail"]
+__all__ = ["KVErase", "closed", "overwritten", "without_tail"]
 
 
 @dataclass(frozen=True)
 class KVErase:
-    """Run e once through the eraser over KV(p) and put the result in e's place; nothing else changes.
+    """Run e once through the eraser over KV(p) and put the result in e's place.
 
-    Source: KVEraser (arXiv 2606.17034). Costs O(|e| (|p| + |e|)). Positions stay, p and s stay bit for bit, and the slots
-    of e stay in use until `settle()`. Approximate: s attended to e, and the steering KV makes up for it as well as it was
-    trained to. Several spans are erased in order, each over the prefix as edited so far.
+    Source: KVEraser (arXiv 2606.17034). Costs O(|e| (|p| + |e|)). Approximate: s attended to e, and the steering KV makes up
+    for it as well as it was trained to. Several spans are erased in order, each over the prefix as edited so far.
+
+    Where all of the steering KV stays (the paper's form), positions stay, and p and s bit for bit; the slots of e are in use
+    until `settle()`. Where the eraser keeps only the last few (`EraserConfig.slots`), the others are freed, and the keys of
+    s are rotated to close the gap, as in `delete_and_shift` and with its limits: worn keys are recomputed instead.
 
     Attributes:
         eraser: default: the memory's own.
@@ -44,16 +53,25 @@ class KVErase:
                 f"the span has {longest:,} tokens, this eraser takes up to {eraser.config.max_span_tokens:,}. Use "
                 f"method='auto' or 'recompute'. Nothing was changed."
             )
+        if eraser.config.slots is not None:
+            if is_worn(edit):
+                return recompute_plan(edit)
+            edit.backbone.angles()
         return Plan(self.name, sum(span.n_tokens for span in edit.inner), edit.n_kept, "approximate")
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:
             return Crop().apply(edit)
+        eraser = self._eraser(edit)
+        if eraser.config.slots is not None and is_worn(edit):
+            return Recompute().apply(edit)
         cache = without_tail(edit)
         spans = [(span.start, span.token_ids) for span in edit.inner]
-        steering = self._eraser(edit).steer(
-            edit.backbone, cache, spans, self._asked(edit), chunk=edit.chunk, step=edit.step
-        )
+        steering = eraser.steer(edit.backbone, cache, spans, self._asked(edit), chunk=edit.chunk, step=edit.step)
+        if eraser.config.slots is not None:
+            ranges = [(span.start, span.stop) for span in edit.inner]
+            packed = closed(edit.backbone, edit.state.cache, edit.kept, ranges, steering, eraser.config.slots)
+            return _erased(edit, packed, most=eraser.config.slots)
         patches = tuple((start, slots) for (start, _), slots in zip(spans, steering, strict=True))
         return overwritten(edit, cache, patches)
 
@@ -74,10 +92,36 @@ def without_tail(edit: Edit) -> SpanCache:
     return edit.state.cache.owned(edit.start)
 
 
+def closed(
+    backbone: Backbone, cache: SpanCache, kept: Ranges, spans: Ranges, steering: Sequence[Slots], most: int
+) -> SpanCache:
+    """A copy with the slots of `kept`, and between them the last `most` steering slots of every span; no gap is left."""
+    tails = [(max(start, stop - most), stop) for start, stop in spans]
+    written = dict(zip((start for start, _ in tails), steering, strict=True))
+    ranges = sorted((*kept, *tails))
+    result = cache.select(ranges)
+    angles = backbone.angles()
+    at = 0
+    with backbone.lock, torch.no_grad():
+        for start, stop in ranges:
+            n = stop - start
+            if start in written:
+                result.write(at, [(keys[:, :, -n:], values[:, :, -n:]) for keys, values in written[start]])
+            result.turn_(at, at + n, at - start, angles)
+            at += n
+    return result
+
+
 def overwritten(edit: Edit, cache: SpanCache, patches: tuple[tuple[int, Slots], ...]) -> State:
     """The state in which the inner spans are erased, with what shall be written, and the tail is gone."""
+    return _erased(edit, cache, patches)
+
+
+def _erased(
+    edit: Edit, cache: SpanCache, patches: tuple[tuple[int, Slots], ...] = (), most: int | None = None
+) -> State:
     inner = {span.id for span in edit.inner}
-    ledger = edit.state.ledger.erased(inner).removed(set(edit.ids) - inner)
+    ledger = edit.state.ledger.erased(inner, most).removed(set(edit.ids) - inner)
     return State(ledger, cache, min(edit.state.exact_slots, edit.start), patches)
 
 

@@ -59,6 +59,7 @@ class TrainingPlan(Plan):
         ruler_share: share of needle contexts in RULER's wording, see `NiahSource`.
         sizes: (tokens, weight) of needle contexts.
         max_span_tokens: longest span that the eraser will take; spans of up to 300 tokens are trained.
+        slots: see `EraserConfig`; 0: all of a span's stay in their places.
         save_steps: optimizer steps between checkpoints.
         seed: of initial weights and samples.
     """
@@ -85,6 +86,7 @@ class TrainingPlan(Plan):
     ruler_share: float = 0.0
     sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
     max_span_tokens: int = 512
+    slots: int = 0
     save_steps: int = 25
     seed: int = 42
 
@@ -136,7 +138,7 @@ def train_eraser(
             objective = EraserObjective(
                 backbone,
                 adapter,
-                eraser.config.conditioning,
+                eraser.config,
                 plan.target,
                 pool=plan.pool,
                 easy=plan.easy,
@@ -165,7 +167,9 @@ def _eraser(model: Any, plan: TrainingPlan) -> KVEraser:
                 torch.manual_seed(plan.seed)
                 eraser = KVEraser(eraser.config, adapter.widened(Backbone.of(model).core, plan.targets))
         identity = backbone_identity(Backbone.of(model))
-        eraser.config = replace(eraser.config, identity=identity, max_span_tokens=plan.max_span_tokens)
+        eraser.config = replace(
+            eraser.config, identity=identity, max_span_tokens=plan.max_span_tokens, slots=plan.slots or None
+        )
         return eraser
     return KVEraser.untrained(
         model,
@@ -175,6 +179,7 @@ def _eraser(model: Any, plan: TrainingPlan) -> KVEraser:
         alpha=plan.alpha,
         targets=plan.targets or None,
         max_span_tokens=plan.max_span_tokens,
+        slots=plan.slots or None,
         seed=plan.seed,
     )
 

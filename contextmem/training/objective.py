@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from contextmem.adapters import Adapter
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
-from contextmem.eraser import SUFFIX_SHARE
-from contextmem.training.passes import answer_logits, joined, steering
+from contextmem.eraser import SUFFIX_SHARE, EraserConfig
+from contextmem.training.passes import answer_logits, joined, moved, steering
 from contextmem.training.samples.base import Erasure, Sample
 
 __all__ = ["EraserObjective"]
@@ -30,8 +30,7 @@ _LONGEST_OWN_ANSWER = 24
 _TYPICAL_ANSWER = (
     8  # tokens: divergences are summed over an answer, for most of its tokens say nothing about the erasure
 )
-_HARD = 0.15  # nats between the teacher and the masked context, summed over the answer
-_MISLED = 1.0  # nats between the teacher and the contaminated context
+_HARD = 0.15  # nats, summed over the answer, between the teacher and a context whose slots were dropped
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ class EraserObjective(nn.Module):
     Attributes:
         target: "teacher" (the model in a context without the span) or "answer".
         pool: contexts to keep prefilled, with what the teacher says; they must come again to be of use.
-        easy: share kept of the erasures that teach little: needles that dropping their slots would erase as well, and
-            passages that hardly change what the model says; the others are all kept. Training on what masking cannot do is
-            what makes an eraser more than a mask. For the target "teacher".
+        easy: share kept of the erasures that dropping the slots would do as well; the others are all kept. Training on what
+            dropping cannot do is what makes an eraser more than a mask. For the target "teacher".
         sharpness: factor of the teacher's logits for needles; above 1 the eraser learns what the teacher says rather than
             how surely. Sentences are learned as they are: sharpened ones made the model surer of every word it said.
     """
@@ -70,7 +68,7 @@ class EraserObjective(nn.Module):
         self,
         backbone: Backbone,
         adapter: Adapter,
-        conditioning: str = "prefix",
+        config: EraserConfig,
         target: str = "teacher",
         *,
         pool: int = 0,
@@ -80,7 +78,7 @@ class EraserObjective(nn.Module):
         super().__init__()
         self.eraser = adapter.module
         self._held = (backbone, adapter)
-        self.conditioning, self.target, self.easy, self.sharpness = conditioning, target, easy, sharpness
+        self.eraser_config, self.target, self.easy, self.sharpness = config, target, easy, sharpness
         self._pool: dict[Sample, _Prepared] = {}
         self._most = pool
         self.seen, self.kept, self.total = 0, 0, 0.0  # erasures met and trained on, and their losses; for the log
@@ -90,33 +88,38 @@ class EraserObjective(nn.Module):
         prepared = self._prepared(sample)
         self.seen += len(sample.erasures)
         self.kept += len(prepared.asked)
-        steered: dict[tuple[int, ...], Slots] = {}  # one erase pass for every question about the same erasure
-        losses = [self._loss(sample, prepared.context, asked, steered) for asked in prepared.asked]
+        edited: dict[tuple[int, ...], Slots] = {}  # one erase pass for every question about the same erasure
+        losses = [self._loss(sample, prepared.context, asked, edited) for asked in prepared.asked]
         if not losses:
             return {"loss": sum((p.sum() * 0.0 for p in self.eraser.parameters()), torch.zeros(()))}
         self.total += sum(float(loss.detach()) for loss in losses)
         return {"loss": torch.stack(losses).mean()}
 
-    def _loss(self, sample: Sample, context: SpanCache, asked: _Asked, steered: dict[tuple[int, ...], Slots]) -> Tensor:
+    def _loss(self, sample: Sample, context: SpanCache, asked: _Asked, edited: dict[tuple[int, ...], Slots]) -> Tensor:
         backbone, erasure = self._held[0], asked.erasure
-        start, stop, n = erasure.start, erasure.stop, context.n_slots
-        key = (start, stop, *(erasure.question if self.conditioning == "query" else ()))
-        if key not in steered:
-            steered[key] = self._steered(sample, context, erasure)
-        edited = joined([_slots(context, 0, start), steered[key], _slots(context, stop, n)])
-        logits = answer_logits(backbone, edited, n, erasure.question, asked.answer)
+        key = (erasure.start, erasure.stop, *(erasure.question if self.eraser_config.conditioning == "query" else ()))
+        if key not in edited:
+            edited[key] = self._edited(sample, context, erasure)
+        position = context.n_slots - self.eraser_config.n_gone(erasure.stop - erasure.start)
+        logits = answer_logits(backbone, edited[key], position, erasure.question, asked.answer)
         if asked.taught is None:
             return F.cross_entropy(logits, torch.tensor(asked.answer, device=logits.device))
         sharpness = self.sharpness if erasure.kind == "needle" else 1.0
         return _divergence(sharpness * asked.taught, logits) / _TYPICAL_ANSWER
 
-    def _steered(self, sample: Sample, context: SpanCache, erasure: Erasure) -> Slots:
-        """The steering KV, differentiable in the eraser."""
+    def _edited(self, sample: Sample, context: SpanCache, erasure: Erasure) -> Slots:
+        """The context with steering KV in the erasure's place, differentiable in the eraser."""
         backbone, adapter = self._held
+        start, stop, n = erasure.start, erasure.stop, context.n_slots
         with torch.no_grad():
-            seen = _seen(backbone, context, erasure, self.conditioning)
+            seen = _seen(backbone, context, erasure, self.eraser_config.conditioning)
         with adapter.attached(backbone.core) as core:
-            return steering(core, backbone, seen, sample.context[erasure.start : erasure.stop], erasure.start)
+            steered = steering(core, backbone, seen, sample.context[start:stop], start)
+        n_gone = self.eraser_config.n_gone(stop - start)
+        angles = backbone.angles() if n_gone else ()
+        left = [(keys[:, :, n_gone:], values[:, :, n_gone:]) for keys, values in steered]
+        after = moved(_slots(context, stop, n), stop, -n_gone, angles)
+        return joined([_slots(context, 0, start), moved(left, start + n_gone, -n_gone, angles), after])
 
     @torch.no_grad()
     def _prepared(self, sample: Sample) -> _Prepared:
@@ -137,20 +140,23 @@ class EraserObjective(nn.Module):
         return prepared
 
     def _is_kept(self, sample: Sample, number: int, context: SpanCache, asked: _Asked) -> bool:
-        """Every needle that a mask would get wrong, every passage that misleads; a share of the others, always the same."""
+        """Whatever dropping the slots would get wrong; a share of the rest, always the same."""
         if self.easy >= 1 or random.Random(f"{sample.context[:64]}-{number}").random() < self.easy:
             return True
-        backbone, _ = self._held
-        erasure = asked.erasure
-        if erasure.kind == "needle":
-            seen, least = context.select(((0, erasure.start), (erasure.stop, context.n_slots))), _HARD
-        else:
-            seen, least = context.view(), _MISLED
-        ids = [*erasure.question, *asked.answer[:-1]]
-        logits = backbone.forward(ids, seen, all_logits=True)[-len(asked.answer) :]
+        seen = self._dropped(context, asked.erasure)
+        ids = [*asked.erasure.question, *asked.answer[:-1]]
+        logits = self._held[0].forward(ids, seen, all_logits=True)[-len(asked.answer) :]
         seen.release()
         assert asked.taught is not None
-        return float(_divergence(asked.taught, logits)) > least
+        return float(_divergence(asked.taught, logits)) > _HARD
+
+    def _dropped(self, context: SpanCache, erasure: Erasure) -> SpanCache:
+        """The context without the erasure's slots; their positions are closed if the eraser closes them."""
+        start, n = erasure.start, context.n_slots
+        dropped = context.select(((0, start), (erasure.stop, n)))
+        if self.eraser_config.slots is not None:
+            dropped.turn_(start, dropped.n_slots, start - erasure.stop, self._held[0].angles())
+        return dropped
 
     def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:
         if sample.check == "none":

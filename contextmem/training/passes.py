@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from transformers import DynamicCache
 
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots
+from contextmem.rope import rerotated
 
-__all__ = ["answer_logits", "cache_of", "joined", "steering"]
+__all__ = ["answer_logits", "cache_of", "joined", "moved", "steering"]
 
 
 def steering(core: Any, backbone: Backbone, seen: Slots, ids: Sequence[int], position: int) -> Slots:
@@ -39,6 +40,14 @@ def joined(parts: Sequence[Slots]) -> Slots:
         (torch.cat([k for k, _ in layer], dim=-2), torch.cat([v for _, v in layer], dim=-2))
         for layer in zip(*parts, strict=True)
     ]
+
+
+def moved(slots: Slots, position: int, delta: int, angles: Sequence[Callable[[Tensor], Any]]) -> Slots:
+    """Slots that stand at `position` and on, moved by `delta` positions; differentiable."""
+    if not delta:
+        return slots
+    old = torch.arange(position, position + slots[0][0].shape[-2])
+    return [(rerotated(k, old, old + delta, turn), v) for (k, v), turn in zip(slots, angles, strict=True)]
 
 
 def _cast(slots: Slots, dtype: torch.dtype) -> Slots:

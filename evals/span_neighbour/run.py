@@ -18,6 +18,7 @@ from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.evals.subject import Subject
+from contextmem.retraction.kveraser import closed
 from contextmem.training.prose import HELD_OUT, prose_of
 from contextmem.training.samples import Erasure, Sample
 from contextmem.training.samples.span_neighbour import ANCHORS, SpanNeighbourSource
@@ -95,6 +96,10 @@ def _measure(backbone: Backbone, sample: Sample, number: int, erasers: Mapping[s
 def _erased(backbone: Backbone, eraser: KVEraser, cache: SpanCache, sample: Sample, erasure: Erasure) -> SpanCache:
     ids = sample.context[erasure.start : erasure.stop]
     (slots,) = eraser.steer(backbone, cache, [(erasure.start, ids)], erasure.question)
+    if eraser.config.slots is not None:
+        kept = ((0, erasure.start), (erasure.stop, cache.n_slots))
+        spans = ((erasure.start, erasure.stop),)
+        return closed(backbone, cache, kept, spans, [slots], eraser.config.slots)
     edited = cache.select(((0, cache.n_slots),))
     edited.write(erasure.start, slots)
     return edited
