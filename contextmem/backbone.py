@@ -226,7 +226,9 @@ class Backbone:
         if rotary is None:
             raise UnsupportedEdit(f"{name} has no rotary embedding: cached keys cannot be moved. Nothing was changed.")
         per_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
-        angles = [layer_angles(rotary, kind if per_type else None, self.device) for kind in self.layer_types]
+        kinds = self.layer_types if per_type else [None] * self.n_layers
+        by_kind = {kind: layer_angles(rotary, kind, self.device) for kind in kinds}
+        angles = [by_kind[kind] for kind in kinds]
         # With one token in the context, attention is the identity and position enters through the RoPE alone, so every
         # layer's key at one position must be the re-rotated key at the other.
         old, new = torch.tensor([3]), torch.tensor([min(41, self.context_length - 1)])

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from contextmem.errors import UnsupportedEdit
-from contextmem.rope import rerotated
+from contextmem.rope import rotated, rotation
 
 __all__ = ["Slots", "SpanCache"]
 
@@ -295,10 +295,11 @@ class SpanCache(DynamicCache):
         if delta == 0 or start == stop:
             return
         old = self.positions[start:stop]
-        for index, layer_angles in enumerate(angles):
+        rotations = {of_layer: rotation(old, old + delta, of_layer) for of_layer in set(angles)}
+        for index, of_layer in enumerate(angles):
             keys = self.lease.storage.keys[index]
             assert keys is not None
-            keys[:, :, start:stop] = rerotated(keys[:, :, start:stop], old, old + delta, layer_angles)
+            keys[:, :, start:stop] = rotated(keys[:, :, start:stop], *rotations[of_layer])
         # The tables may be shared with the cache this one was made from: replace, never write into them.
         moved = torch.zeros_like(self.positions)
         moved[start:stop] = 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["rerotated"]
+__all__ = ["layer_angles", "rerotated", "rotated", "rotation"]
 
 
 def rerotated(keys: Tensor, old: Tensor, new: Tensor, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
@@ -27,11 +27,20 @@ def rerotated(keys: Tensor, old: Tensor, new: Tensor, angles: Callable[[Tensor],
     Returns:
         (1, heads, n, head_dim) in the dtype of `keys`. Dimensions beyond `rotary_dim` (partial rotary) are untouched.
     """
+    return rotated(keys, *rotation(old, new, angles))
+
+
+def rotation(old: Tensor, new: Tensor, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The cosines and sines, (n, rotary_dim), that take keys from `old` to `new`; alike in layers that share `angles`."""
     cos_old, sin_old = angles(old)
     cos_new, sin_new = angles(new)
     scale = cos_old.square() + sin_old.square()
     cos = (cos_new * cos_old + sin_new * sin_old) / scale
-    sin = (sin_new * cos_old - cos_new * sin_old) / scale
+    return cos, (sin_new * cos_old - cos_new * sin_old) / scale
+
+
+def rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys, (1, heads, n, head_dim), turned by a `rotation`."""
     n_rotary = cos.shape[-1]
     rotary = keys[..., :n_rotary].float()
     turned = (rotary * cos + _rotate_half(rotary) * sin).to(keys.dtype)

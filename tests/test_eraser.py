@@ -284,7 +284,7 @@ class TestFewSlots:
         def broken(*arguments: Any) -> None:
             raise RuntimeError("stop")
 
-        monkeypatch.setattr("contextmem.cache.rerotated", broken)
+        monkeypatch.setattr("contextmem.cache.rotated", broken)
         with pytest.raises(RuntimeError):
             memory.retract(segments[1], method="kveraser")
         assert_unchanged(memory, before)

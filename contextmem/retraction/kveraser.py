@@ -71,7 +71,7 @@ class KVErase:
         if eraser.config.slots is not None:
             ranges = [(span.start, span.stop) for span in edit.inner]
             packed = closed(edit.backbone, edit.state.cache, edit.kept, ranges, steering, eraser.config.slots)
-            return _erased(edit, packed, most=eraser.config.slots)
+            return overwritten(edit, packed, most=eraser.config.slots)
         patches = tuple((start, slots) for (start, _), slots in zip(spans, steering, strict=True))
         return overwritten(edit, cache, patches)
 
@@ -100,26 +100,29 @@ def closed(
     written = dict(zip((start for start, _ in tails), steering, strict=True))
     ranges = sorted((*kept, *tails))
     result = cache.select(ranges)
+    at, moves = 0, dict[int, tuple[int, int]]()  # positions to move by: first slot and end of those that move so far
+    for start, stop in ranges:
+        n = stop - start
+        if start in written:
+            result.write(at, [(keys[:, :, -n:], values[:, :, -n:]) for keys, values in written[start]])
+        first, _ = moves.get(at - start, (at, at))
+        moves[at - start] = (first, at + n)
+        at += n
     angles = backbone.angles()
-    at = 0
     with backbone.lock, torch.no_grad():
-        for start, stop in ranges:
-            n = stop - start
-            if start in written:
-                result.write(at, [(keys[:, :, -n:], values[:, :, -n:]) for keys, values in written[start]])
-            result.turn_(at, at + n, at - start, angles)
-            at += n
+        for delta, (first, end) in moves.items():
+            result.turn_(first, end, delta, angles)
     return result
 
 
-def overwritten(edit: Edit, cache: SpanCache, patches: tuple[tuple[int, Slots], ...]) -> State:
-    """The state in which the inner spans are erased, with what shall be written, and the tail is gone."""
-    return _erased(edit, cache, patches)
-
-
-def _erased(
+def overwritten(
     edit: Edit, cache: SpanCache, patches: tuple[tuple[int, Slots], ...] = (), most: int | None = None
 ) -> State:
+    """The state in which the inner spans are erased, with what shall be written, and the tail is gone.
+
+    Args:
+        most: slots that `cache` holds of every inner span, at most.
+    """
     inner = {span.id for span in edit.inner}
     ledger = edit.state.ledger.erased(inner, most).removed(set(edit.ids) - inner)
     return State(ledger, cache, min(edit.state.exact_slots, edit.start), patches)

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots
-from contextmem.rope import rerotated
+from contextmem.rope import rotated, rotation
 
 __all__ = ["answer_logits", "cache_of", "joined", "moved", "steering"]
 
@@ -47,7 +47,8 @@ def moved(slots: Slots, position: int, delta: int, angles: Sequence[Callable[[Te
     if not delta:
         return slots
     old = torch.arange(position, position + slots[0][0].shape[-2])
-    return [(rerotated(k, old, old + delta, turn), v) for (k, v), turn in zip(slots, angles, strict=True)]
+    rotations = {of_layer: rotation(old, old + delta, of_layer) for of_layer in set(angles)}
+    return [(rotated(k, *rotations[of_layer]), v) for (k, v), of_layer in zip(slots, angles, strict=True)]
 
 
 def _cast(slots: Slots, dtype: torch.dtype) -> Slots:
