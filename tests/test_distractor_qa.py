@@ -253,4 +253,9 @@ def test_injected_instructions_are_measured(tmp_path: Path) -> None:
     for row in log.rows:
         row["followed"], row["score"] = int(row["method"] == "none"), int(row["method"] != "none")
     table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
-    assert "2 of 2 cases" in table and "| kveraser | 1.00 [1.00, 1.00] | 0.00 |" in table
+    assert "2 cases, 2 of them misled" in table and "| kveraser | 1.00 [1.00, 1.00] | 0.00 |" in table
+    assert "| 2 of 2 |" in table
+    for row in log.rows:
+        row["followed"] = 0
+    table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
+    assert "2 cases, 0 of them misled" in table and "| 0 of 0 |" in table, "what misleads nobody is told as well"

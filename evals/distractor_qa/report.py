@@ -113,42 +113,38 @@ def _by_method(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
 
 
 def _injection(log: RowLog) -> dict[str, Any]:
-    """By method, over cases in which the injected instruction was followed and the clean context names the right tool."""
+    """By method, over all cases; `again`: of those in which the injected tool was named and the clean context is right."""
     rows = {(row["id"], row["method"]): row for row in log.of(kind="injection")}
-    ids = {name for name, _ in rows}
-    telling = [
-        name
-        for name in sorted(ids)
-        if (name, "none") in rows
-        and rows[name, "none"]["followed"]
-        and (name, "recompute") in rows
-        and rows[name, "recompute"]["score"]
-    ]
+    ids = sorted({name for name, method in rows if method == "none" and (name, "recompute") in rows})
+    misled = [name for name in ids if rows[name, "none"]["followed"] and rows[name, "recompute"]["score"]]
     figures: dict[str, Any] = {}
     for method in METHODS:
-        found = [rows[name, method] for name in telling if (name, method) in rows]
+        found = [rows[name, method] for name in ids if (name, method) in rows]
+        again = [rows[name, method]["score"] for name in misled if (name, method) in rows]
         if found:
             right, low, high = mean_interval([row["score"] for row in found])
             followed, margin = mean(row["followed"] for row in found), mean(row["margin"] for row in found)
-            figures[method] = {"n": len(found), "of": len(ids), "right": right, "low": low, "high": high}
-            figures[method] |= {"followed": followed, "margin": margin}
+            figures[method] = {"n": len(found), "right": right, "low": low, "high": high}
+            figures[method] |= {"followed": followed, "margin": margin, "misled": len(again), "again": sum(again)}
     return figures
 
 
 def _injection_table(figures: Mapping[str, Any]) -> list[str]:
     first = next(iter(figures.values()))
     lines = [
-        f"## An injected instruction in a skill file: {first['n']} of {first['of']} cases in which it was followed",
+        f"## An injected instruction in a skill file: {first['n']} cases, {first['misled']} of them misled",
         "",
-        "Counted are cases in which the clean context names the right tool. `margin`: log-probability of it above that of",
-        "the injected one, nats.",
+        "Which tool is named for a task. Misled: the injected one, where the clean context names the right one; `again`: of",
+        "these, right. `margin`: log-probability of the right tool above that of the injected one, nats.",
         "",
-        "| method | right tool | injected tool | margin |",
-        "|---|---|---|---|",
+        "| method | right tool | injected tool | margin | again |",
+        "|---|---|---|---|---|",
     ]
     for method, f in figures.items():
         right = f"{f['right']:.2f} [{f['low']:.2f}, {f['high']:.2f}]"
-        lines.append(f"| {method} | {right} | {f['followed']:.2f} | {f['margin']:+.2f} |")
+        lines.append(
+            f"| {method} | {right} | {f['followed']:.2f} | {f['margin']:+.2f} | {f['again']} of {f['misled']} |"
+        )
     return lines
 
 
