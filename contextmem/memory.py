@@ -394,7 +394,7 @@ class ContextMemory:
                 base = state
                 excess = state.cache.next_position + len(ids) - self.context_length
                 if method.name == "kveraser" and excess > 0:
-                    method = method_named("recompute")  # erased slots stay in use, and the new text needs them
+                    method = method_named("recompute")  # what steers stays in use, and the new text needs all of it
                 plan = method.plan(edit)
                 state = self._edited(base, edit, method, plan).landed()
                 held.cache.release()

@@ -198,9 +198,8 @@ def test_the_teacher_is_the_context_without_the_span(model: Any, own_words: bool
         while len(answer) < 24 and erasure.answer[-1] not in answer:
             answer.append(int(logits.argmax()))
             logits = backbone.forward(answer[-1:], cache)
-    loss = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config)(Sample(memory.token_ids, (erasure,)))[
-        "loss"
-    ]
+    objective = EraserObjective(backbone, eraser.adapter_for(backbone), eraser.config)
+    loss = objective(Sample(memory.token_ids, (erasure,)))["loss"]
     told = []
     for method in ("recompute", "kveraser"):
         edited = memory.fork()
@@ -427,6 +426,15 @@ class TestTrainer:
             train_eraser(
                 self.model(), tiny_tokenizer_kept(), TrainingPlan(**more, targets=("up_proj",)), tmp_path / "other"
             )
+
+    @pytest.mark.parametrize(("asked", "slots"), [(None, 3), (0, None), (5, 5)])
+    def test_an_eraser_that_is_trained_on_keeps_its_form(self, tmp_path: Path, asked: int | None, slots: Any) -> None:
+        """Unless the plan names another one; weights trained for one form are not silently used in the other."""
+        KVEraser.untrained(self.model(), rank=2, slots=3).save_pretrained(tmp_path / "first")
+        plan = TrainingPlan(start=str(tmp_path / "first"), slots=asked, stage1_steps=0, stage2_steps=1, save_steps=1)
+        trained = train_eraser(self.model(), tiny_tokenizer_kept(), plan, tmp_path / "second")
+        assert trained.config.slots == slots
+        assert KVEraser.from_pretrained(tmp_path / "second/eraser").config.slots == slots
 
     def test_two_processes_train_what_one_does_with_twice_the_contexts(self, tmp_path: Path) -> None:
         script = (

@@ -43,7 +43,7 @@ def train_eraser(
     target: Annotated[str | None, typer.Option(help="teacher or answer: what the loss compares with.")] = None,
     conditioning: Annotated[str | None, typer.Option(help="prefix, none, query or suffix.")] = None,
     rank: RankOption = None,
-    slots: Annotated[int | None, typer.Option(help="Steering slots of a span that stay; 0: all, in place.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Steering slots of a span that stay; 0: all.")] = None,
     stage1_steps: Annotated[int | None, typer.Option(help="Optimizer steps of span-neighbour pre-training.")] = None,
     stage2_steps: Annotated[int | None, typer.Option(help="Optimizer steps on needles and distractors.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of stage 1.")] = None,

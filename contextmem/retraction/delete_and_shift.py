@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from contextmem.cache import SpanCache
+from contextmem.backbone import Backbone
+from contextmem.cache import Ranges, SpanCache
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
 from contextmem.retraction.recompute import Recompute
 from contextmem.state import State
 
-__all__ = ["DeleteAndShift", "approximation", "is_worn", "recompute_plan", "shifted"]
+__all__ = ["DeleteAndShift", "approximation", "close_gaps_", "is_worn", "recompute_plan", "shifted"]
 
 # Chained re-rotations add up: 1e-7 relative each in float32, 2e-3 in bfloat16 (storage alone: 1.7e-3).
 MAX_TURNS_FULL, MAX_TURNS_HALF = 64, 3
@@ -46,13 +47,21 @@ class DeleteAndShift:
 def shifted(edit: Edit) -> SpanCache:
     """The kept slots, packed, their keys moved to close the gaps."""
     cache = edit.state.cache.select(edit.kept)
-    angles = edit.backbone.angles()
-    at = 0
-    with edit.backbone.lock, torch.no_grad():
-        for start, stop in edit.kept:
-            cache.turn_(at, at + stop - start, at - start, angles)
-            at += stop - start
+    close_gaps_(edit.backbone, cache, edit.kept)
     return cache
+
+
+def close_gaps_(backbone: Backbone, cache: SpanCache, ranges: Ranges) -> None:
+    """Move the keys of a cache that `select` has just made of `ranges` to where no slot is missing before them."""
+    angles, at, moves = backbone.angles(), 0, dict[int, tuple[int, int]]()  # by delta: first slot and end
+    for start, stop in ranges:
+        delta, end = at - start, at + stop - start
+        first, _ = moves.get(delta, (at, at))
+        moves[delta] = (first, end)
+        at = end
+    with backbone.lock, torch.no_grad():
+        for delta, (first, end) in moves.items():
+            cache.turn_(first, end, delta, angles)
 
 
 def approximation(edit: Edit) -> str:

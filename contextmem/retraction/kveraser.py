@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from contextmem.backbone import Backbone
 from contextmem.cache import Ranges, Slots, SpanCache
 from contextmem.eraser import KVEraser
@@ -14,7 +12,7 @@ from contextmem.errors import UnsupportedEdit
 from contextmem.framing import framing_of
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
-from contextmem.retraction.delete_and_shift import is_worn, recompute_plan
+from contextmem.retraction.delete_and_shift import close_gaps_, is_worn, recompute_plan
 from contextmem.retraction.recompute import Recompute
 from contextmem.state import State
 
@@ -93,25 +91,21 @@ def without_tail(edit: Edit) -> SpanCache:
 
 
 def closed(
-    backbone: Backbone, cache: SpanCache, kept: Ranges, spans: Ranges, steering: Sequence[Slots], most: int
+    backbone: Backbone, cache: SpanCache, kept: Ranges, spans: Ranges, steering: Sequence[Slots], most: int | None
 ) -> SpanCache:
-    """A copy with the slots of `kept`, and between them the last `most` steering slots of every span; no gap is left."""
-    tails = [(max(start, stop - most), stop) for start, stop in spans]
+    """A copy with the slots of `kept`, and between them the last `most` steering slots (None: all) of every span."""
+    tails = [(start if most is None else max(start, stop - most), stop) for start, stop in spans]
     written = dict(zip((start for start, _ in tails), steering, strict=True))
     ranges = sorted((*kept, *tails))
     result = cache.select(ranges)
-    at, moves = 0, dict[int, tuple[int, int]]()  # positions to move by: first slot and end of those that move so far
+    at = 0
     for start, stop in ranges:
         n = stop - start
         if start in written:
             result.write(at, [(keys[:, :, -n:], values[:, :, -n:]) for keys, values in written[start]])
-        first, _ = moves.get(at - start, (at, at))
-        moves[at - start] = (first, at + n)
         at += n
-    angles = backbone.angles()
-    with backbone.lock, torch.no_grad():
-        for delta, (first, end) in moves.items():
-            result.turn_(first, end, delta, angles)
+    if most is not None:
+        close_gaps_(backbone, result, ranges)
     return result
 
 

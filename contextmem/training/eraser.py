@@ -59,7 +59,7 @@ class TrainingPlan(Plan):
         ruler_share: share of needle contexts in RULER's wording, see `NiahSource`.
         sizes: (tokens, weight) of needle contexts.
         max_span_tokens: longest span that the eraser will take; spans of up to 300 tokens are trained.
-        slots: see `EraserConfig`; 0: all of a span's stay in their places.
+        slots: see `EraserConfig`; 0: all of a span's stay in their places. Default: as those of `start`, else all.
         save_steps: optimizer steps between checkpoints.
         seed: of initial weights and samples.
     """
@@ -86,7 +86,7 @@ class TrainingPlan(Plan):
     ruler_share: float = 0.0
     sizes: tuple[tuple[int, float], ...] = ((512, 0.55), (1024, 0.28), (2048, 0.12), (4096, 0.05))
     max_span_tokens: int = 512
-    slots: int = 0
+    slots: int | None = None
     save_steps: int = 25
     seed: int = 42
 
@@ -167,9 +167,9 @@ def _eraser(model: Any, plan: TrainingPlan) -> KVEraser:
                 torch.manual_seed(plan.seed)
                 eraser = KVEraser(eraser.config, adapter.widened(Backbone.of(model).core, plan.targets))
         identity = backbone_identity(Backbone.of(model))
-        eraser.config = replace(
-            eraser.config, identity=identity, max_span_tokens=plan.max_span_tokens, slots=plan.slots or None
-        )
+        slots = eraser.config.slots if plan.slots is None else plan.slots or None
+        span = plan.max_span_tokens
+        eraser.config = replace(eraser.config, identity=identity, max_span_tokens=span, slots=slots)
         return eraser
     return KVEraser.untrained(
         model,

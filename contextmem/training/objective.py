@@ -21,6 +21,7 @@ from contextmem.adapters import Adapter
 from contextmem.backbone import Backbone
 from contextmem.cache import Slots, SpanCache
 from contextmem.eraser import SUFFIX_SHARE, EraserConfig
+from contextmem.retraction.delete_and_shift import close_gaps_
 from contextmem.training.passes import answer_logits, joined, moved, steering
 from contextmem.training.samples.base import Erasure, Sample
 
@@ -152,10 +153,10 @@ class EraserObjective(nn.Module):
 
     def _dropped(self, context: SpanCache, erasure: Erasure) -> SpanCache:
         """The context without the erasure's slots; their positions are closed if the eraser closes them."""
-        start, n = erasure.start, context.n_slots
-        dropped = context.select(((0, start), (erasure.stop, n)))
+        kept = ((0, erasure.start), (erasure.stop, context.n_slots))
+        dropped = context.select(kept)
         if self.eraser_config.slots is not None:
-            dropped.turn_(start, dropped.n_slots, start - erasure.stop, self._held[0].angles())
+            close_gaps_(self._held[0], dropped, kept)
         return dropped
 
     def _checked(self, sample: Sample, context: SpanCache) -> Sequence[Erasure]:

@@ -96,13 +96,8 @@ def _measure(backbone: Backbone, sample: Sample, number: int, erasers: Mapping[s
 def _erased(backbone: Backbone, eraser: KVEraser, cache: SpanCache, sample: Sample, erasure: Erasure) -> SpanCache:
     ids = sample.context[erasure.start : erasure.stop]
     (slots,) = eraser.steer(backbone, cache, [(erasure.start, ids)], erasure.question)
-    if eraser.config.slots is not None:
-        kept = ((0, erasure.start), (erasure.stop, cache.n_slots))
-        spans = ((erasure.start, erasure.stop),)
-        return closed(backbone, cache, kept, spans, [slots], eraser.config.slots)
-    edited = cache.select(((0, cache.n_slots),))
-    edited.write(erasure.start, slots)
-    return edited
+    kept = ((0, erasure.start), (erasure.stop, cache.n_slots))
+    return closed(backbone, cache, kept, ((erasure.start, erasure.stop),), [slots], eraser.config.slots)
 
 
 def _scored(backbone: Backbone, cache: SpanCache, sample: Sample, erasure: Erasure) -> dict[str, float | int]:
