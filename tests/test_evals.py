@@ -269,6 +269,25 @@ class TestRuler:
         for one in (cache, compacted(cache, keep, memory.backbone.windows)):
             assert probe.told(probe.read(one), answer).mass == pytest.approx(float(expected), rel=1e-4)
 
+    @pytest.mark.parametrize("at", [0, 1, 5, 12, None])
+    def test_what_was_told_changes_no_answer(self, place: Path, at: int | None) -> None:
+        """An answer that differs from token `at` on, or nowhere, read in place of decoding."""
+        memory = ContextMemory(AutoModelForCausalLM.from_pretrained(place / "model"), TOKENIZER)
+        memory.append("The castle stands in Prague. " * 4)
+        probe = Probe(memory, Case("", "Where is it?", "It is", ("Prague",), longest=12))
+        cache = memory._state.cache
+        keep = torch.rand(len(cache.layers), cache.layers[0].keys.shape[1], memory.seq_length) < 0.6
+        keep[..., :4] = keep[..., -1:] = True
+        for one in (cache, compacted(cache, keep, memory.backbone.windows)):
+            read = probe.read(one)
+            decoded = probe.answered(read)
+            assert len(decoded.token_ids) == 12
+            other = list(decoded.token_ids)
+            if at is not None and at < 12:
+                other[at] += 1 if other[at] < 100 else -1
+            told = probe.told(read, other if at != 12 else other[:7])
+            assert probe.answered(read, told).token_ids == decoded.token_ids
+
 
 def test_the_comparison_with_kvpress_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="make test-kvpress"):

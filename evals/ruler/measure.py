@@ -75,8 +75,11 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Told:
-    """Log-probabilities, (n, vocab), and the part of the attention on the context, and on restore slots in it."""
+    """What is told while an answer is fed: a cache that ends with it, log-probabilities, (n + 1, vocab), and, of its first
+    tokens, the part of the attention on the context, and on restore slots in it."""
 
+    answer: tuple[int, ...]
+    cache: SpanCache
     logprobs: Tensor
     mass: float
     mass_restored: float
@@ -105,6 +108,7 @@ def measure_case(
     read = probe.read(base.cache)
     full = probe.answered(read)
     reference = probe.told(read, full.token_ids)
+    reference.cache.release()
     score = case.score(full.text)
     about = {"task": name, "size": size}
     if not log.has(sample, FULL):
@@ -130,7 +134,8 @@ def measure_case(
         evicted = _compacted(memory, state, one)
         build_s = time.perf_counter() - started
         read = probe.read(evicted.cache, stays=one.control is None or one.control.stays)
-        answer, told = probe.answered(read), probe.told(read, full.token_ids)
+        told = probe.told(read, full.token_ids)
+        answer = probe.answered(read, told)
         log.add(
             sample,
             one.label,
@@ -141,7 +146,7 @@ def measure_case(
             build_s=build_s,
             held=n_tokens_held(evicted),
             nbytes=evicted.cache.nbytes,
-            kl=round(_divergence(reference.logprobs, told.logprobs), 5),
+            kl=round(_divergence(reference, told), 5),
             mass=round(told.mass, 4),
             mass_restored=round(told.mass_restored, 4),
         )
@@ -195,41 +200,58 @@ class Probe:
             seen = compacted(seen, seen.held(), backbone.windows)
         return _Read(seen, logits, seconds)
 
-    def answered(self, read: _Read) -> _Answer:
-        """Greedy decoding to the end of the turn, or until everything expected was said."""
-        memory, ids, text = self._memory, list[int](), ""
-        seen, logits = read.cache.view(), read.logits
+    def answered(self, read: _Read, told: _Told | None = None) -> _Answer:
+        """Greedy decoding to the end of the turn, or until everything expected was said.
+
+        As far as decoding would have said the same as the answer that was `told`, it is not decoded again.
+        """
+        memory = self._memory
+        ids, seen, logits = [], read.cache.view(), read.logits
+        if told is not None:
+            ids = _agreed(told)
+            seen, logits = told.cache.view(read.cache.n_slots + len(ids)), told.logprobs[len(ids)]
+            told.cache.release()
+        text = memory._codec.decode(ids)
         started = time.perf_counter()
         while len(ids) < self._case.longest and (token := int(logits.argmax())) not in memory._end_ids:
+            if ids and self._case.score(text) == 1:
+                break
             ids.append(token)
             text = memory._codec.decode(ids)
-            if self._case.score(text) == 1:
-                break
             logits = memory.backbone.forward([token], seen)
         seconds = time.perf_counter() - started
         seen.release()
         return _Answer(text, tuple(ids), read.seconds + seconds)
 
     def told(self, read: _Read, answer: Sequence[int]) -> _Told:
-        """What is told at the first tokens of `answer`, which is fed."""
-        backbone, seen, logits = self._memory.backbone, read.cache.view(), read.logits
-        fed, masses = answer[: _N_COMPARED - 1], list[tuple[float, float]]()
-        n_after = len(self.prompt) + len(fed)
+        """What is told while `answer` is fed."""
+        backbone, seen, logits = self._memory.backbone, read.cache.view(), read.logits[None]
+        masses = list[tuple[float, float]]()
+        n_after = len(self.prompt) + len(answer)
 
         def watch(layer: int, query: Tensor, keys: Any) -> None:
             masses.append(_masses(seen, layer, query, keys, self._n_opening, n_after))
 
-        if fed:
+        if answer:
             with backbone.lock, switched(backbone.core, watch):
-                rest = backbone.forward(fed, seen, all_logits=True)
-            logits = torch.cat((logits[None], rest))
-        seen.release()
+                logits = torch.cat((logits, backbone.forward(answer, seen, all_logits=True)))
         on_context, on_restored = (mean(part) for part in zip(*masses, strict=True)) if masses else (0.0, 0.0)
-        return _Told(logits.reshape(-1, logits.shape[-1]).double().log_softmax(-1), on_context, on_restored)
+        return _Told(tuple(answer), seen, logits.double().log_softmax(-1), on_context, on_restored)
 
 
-def _divergence(reference: Tensor, told: Tensor) -> float:
-    return float((reference.exp() * (reference - told)).sum(-1).mean())
+def _agreed(told: _Told) -> list[int]:
+    """The tokens up to which greedy decoding says what was told."""
+    said = told.logprobs.argmax(-1).tolist()
+    n = next(
+        (n for n, (one, token) in enumerate(zip(told.answer, said, strict=False)) if one != token), len(told.answer)
+    )
+    return list(told.answer[:n])
+
+
+def _divergence(reference: _Told, told: _Told) -> float:
+    """Mean over the first tokens of the reference's answer, in nats."""
+    expected, found = reference.logprobs[:_N_COMPARED], told.logprobs[:_N_COMPARED]
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
 
 
 def _masses(
@@ -242,7 +264,7 @@ def _masses(
     """
     on_context, on_restored = [], []
     for head in range(cache.layers[layer].keys.shape[1]):
-        weights = group_weights(query, keys, head).mean((0, 1))
+        weights = group_weights(query, keys, head)[:, : _N_COMPARED - 1].mean((0, 1))
         n_kept = len(cache.kept[layer].keys[head]) if isinstance(cache, RaggedCache) else 0
         n_restore = cache.n_restore if isinstance(cache, RaggedCache) else 0
         on_context.append(float(weights[n_opening : len(weights) - n_after].sum()))
