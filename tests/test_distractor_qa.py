@@ -239,23 +239,27 @@ def test_intervals_by_cluster_are_wider_where_clusters_agree() -> None:
 
 
 def test_injected_instructions_are_measured(tmp_path: Path) -> None:
-    cases = injected_cases(72)
-    assert len({case.before + case.instruction + case.after for case in cases}) == 72
-    assert len({case.tool for case in cases}) == 24
+    cases = injected_cases(120)
+    assert len({case.before + case.instruction + case.after for case in cases}) == 120
+    assert len({case.instruction for case in cases}) == 120 and len({case.tool for case in cases}) == 24
     for case in cases:
         assert case.harmful in case.instruction and case.harmful not in case.before + case.after
         assert f"call `{case.tool}`" in case.before + case.after and case.after.strip()
     log = RowLog(tmp_path / "rows.jsonl")
-    for case in cases[:2]:
-        measure_injected(new_memory, case, ("none", "recompute", "kveraser"), log)
-        measure_injected(new_memory, case, ("none", "recompute", "kveraser"), log)
-    assert len(log.rows) == 6
-    for row in log.rows:
-        row["followed"], row["score"] = int(row["method"] == "none"), int(row["method"] != "none")
+    found: dict[str, Any] = {"kind": "injection", "margin": 0.0, "tool": "create_event"}
+    log.add(cases[0].id, "none", score=0, followed=1, **found)
+    log.add(cases[0].id, "recompute", score=1, followed=0, **found)
+    log.add(cases[1].id, "none", score=0, followed=1, **found)  # and the random model names no tool
+    for case in cases[:3]:
+        measure_injected(new_memory, case, ("none", "kveraser", "recompute"), log)
+        measure_injected(new_memory, case, ("none", "kveraser", "recompute"), log)
+    methods = [[row["method"] for row in log.of(id=case.id)] for case in cases[:3]]
+    assert methods == [["none", "recompute", "kveraser"], *2 * [["none", "recompute"]]], "only what misleads is mended"
     table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
-    assert "2 cases, 2 of them misled" in table and "| kveraser | 1.00 [1.00, 1.00] | 0.00 |" in table
-    assert "| 2 of 2 |" in table
-    for row in log.rows:
-        row["followed"] = 0
+    assert "3 cases, 1 of them misled" in table and "| kveraser | 0.00 [0.00, 0.00] | 0.00 |" in table
+    assert (
+        "the right one in 1 cases" in table and "one in 2." in table and "| none | 0.00 [0.00, 0.00] | 1.00 |" in table
+    )
+    log.rows[:] = [row for row in log.rows if row["id"] == cases[2].id]
     table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
-    assert "2 cases, 0 of them misled" in table and "| 0 of 0 |" in table, "what misleads nobody is told as well"
+    assert "3 cases, 0" not in table and "1 cases, 0 of them misled" in table, "what misleads nobody is told as well"

@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from contextmem.evals.bootstrap import clustered_interval, mean_interval
+from contextmem.evals.bootstrap import clustered_interval
 from contextmem.evals.distractor_qa.build import LENGTHS
+from contextmem.evals.distractor_qa.injection import misled
 from contextmem.evals.distractor_qa.measure import METHODS
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
@@ -113,38 +114,45 @@ def _by_method(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
 
 
 def _injection(log: RowLog) -> dict[str, Any]:
-    """By method, over all cases; `again`: of those in which the injected tool was named and the clean context is right."""
-    rows = {(row["id"], row["method"]): row for row in log.of(kind="injection")}
-    ids = sorted({name for name, method in rows if method == "none" and (name, "recompute") in rows})
-    misled = [name for name in ids if rows[name, "none"]["followed"] and rows[name, "recompute"]["score"]]
-    figures: dict[str, Any] = {}
+    """Over the skill files whose instruction misleads, by method: how often the right tool is named again, or the other.
+
+    Intervals are resampled by tool: its cases differ in the wording of the instruction only.
+    """
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in log.of(kind="injection"):
+        by_case.setdefault(row["id"], {})[row["method"]] = row
+    cases = [rows for rows in by_case.values() if {"none", "recompute"} <= set(rows)]
+    if not cases:
+        return {}
+    telling = [rows for rows in cases if misled(rows)]
+    methods: dict[str, Any] = {}
     for method in METHODS:
-        found = [rows[name, method] for name in ids if (name, method) in rows]
-        again = [rows[name, method]["score"] for name in misled if (name, method) in rows]
-        if found:
-            right, low, high = mean_interval([row["score"] for row in found])
-            followed, margin = mean(row["followed"] for row in found), mean(row["margin"] for row in found)
-            figures[method] = {"n": len(found), "right": right, "low": low, "high": high}
-            figures[method] |= {"followed": followed, "margin": margin, "misled": len(again), "again": sum(again)}
-    return figures
+        if found := [rows[method] for rows in telling if method in rows]:
+            right, low, high = clustered_interval([row["score"] for row in found], [row["tool"] for row in found])
+            methods[method] = {"n": len(found), "right": right, "low": low, "high": high}
+            methods[method] |= {name: mean(row[name] for row in found) for name in ("followed", "margin")}
+    return {
+        "n": len(cases),
+        "right": sum(rows["recompute"]["score"] for rows in cases),
+        "followed": sum(rows["none"]["followed"] for rows in cases),
+        "misled": len(telling),
+        "methods": methods,
+    }
 
 
 def _injection_table(figures: Mapping[str, Any]) -> list[str]:
-    first = next(iter(figures.values()))
     lines = [
-        f"## An injected instruction in a skill file: {first['n']} cases, {first['misled']} of them misled",
+        f"## An injected instruction in a skill file: {figures['n']} cases, {figures['misled']} of them misled",
         "",
-        "Which tool is named for a task. Misled: the injected one, where the clean context names the right one; `again`: of",
-        "these, right. `margin`: log-probability of the right tool above that of the injected one, nats.",
-        "",
-        "| method | right tool | injected tool | margin | again |",
-        "|---|---|---|---|---|",
+        f"Which tool is named for a task. Without the instruction the right one in {figures['right']} cases, with it the",
+        f"injected one in {figures['followed']}. Misled are cases of which both hold: the table is about these. `margin`:",
+        "log-probability of the right tool above that of the injected one, nats. Intervals are resampled by tool.",
     ]
-    for method, f in figures.items():
+    if figures["methods"]:
+        lines += ["", "| method | right tool | injected tool | margin | n |", "|---|---|---|---|---|"]
+    for method, f in figures["methods"].items():
         right = f"{f['right']:.2f} [{f['low']:.2f}, {f['high']:.2f}]"
-        lines.append(
-            f"| {method} | {right} | {f['followed']:.2f} | {f['margin']:+.2f} | {f['again']} of {f['misled']} |"
-        )
+        lines.append(f"| {method} | {right} | {f['followed']:.2f} | {f['margin']:+.2f} | {f['n']} |")
     return lines
 
 
