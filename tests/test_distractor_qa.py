@@ -16,7 +16,8 @@ from contextmem.evals.distractor_qa import build as building
 from contextmem.evals.distractor_qa.build import QUESTION, build, cases_of, filled
 from contextmem.evals.distractor_qa.distractors import Pool, candidates, sentences, shortened
 from contextmem.evals.distractor_qa.injection import injected_cases, measure_injected
-from contextmem.evals.distractor_qa.measure import METHODS, measure_case
+from contextmem.evals.distractor_qa.measure import measure_case
+from contextmem.evals.distractor_qa.methods import METHODS
 from contextmem.evals.distractor_qa.questions import questions_of
 from contextmem.evals.distractor_qa.report import write_report
 from contextmem.evals.distractor_qa.scoring import contains, exact_match, f1, is_yes_or_no
@@ -60,7 +61,7 @@ def written(path: Path, records: list[Any]) -> Path:
 
 def new_memory() -> ContextMemory:
     model = tiny_model("llama", "sdpa")
-    return ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model))
+    return ContextMemory(model, tiny_tokenizer(), eraser=KVEraser.untrained(model, slots=4))
 
 
 @pytest.fixture

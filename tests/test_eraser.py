@@ -31,6 +31,7 @@ from contextmem import (
 )
 from contextmem.backbone import Backbone
 from contextmem.eraser import CONDITIONINGS
+from contextmem.retraction.runs import runs
 
 TEXTS = [
     "First come the apples. ",
@@ -318,6 +319,71 @@ class TestFewSlots:
         assert KVEraser.from_pretrained(tmp_path).config.slots == 6
         with pytest.raises(InvalidInput, match="slots"):
             KVEraser.untrained(model, slots=0)
+
+
+class TestRepair:
+    """The tokens right after an erased span, computed again over its steering slots."""
+
+    @pytest.mark.parametrize("repair", [1, 5, 1000])
+    @pytest.mark.parametrize("gap", [False, True])
+    def test_the_next_tokens_are_computed_over_the_steering(self, model: Any, repair: int, gap: bool) -> None:
+        """Against a token at a time, at the positions it has; with and without a gap that `mask` left among them."""
+        plain, repaired = erasing_memory(model, slots=3), erasing_memory(model, slots=3)
+        for memory in (plain, repaired):
+            segments = filled(memory)
+            if gap:
+                memory.retract(memory.segments()[2], method="mask")
+            going = [segments[0]] if gap else [segments[0], segments[2]]
+            method = KVErase(repair=repair if memory is repaired else 0)
+            report = memory.retract(going, method=method)
+        left, expected = 0, plain._state.cache.select(((0, plain.seq_length),))
+        n_spans, n_repaired = sum(span.n_tokens for span in going), 0
+        for span in plain._state.ledger.spans:
+            for slot in range(span.start, span.stop) if span.state != "erased" else ():
+                if left:
+                    over = expected.over(slot, slot + 1)
+                    plain.backbone.forward([span.token_ids[slot - span.start]], over)
+                    left, n_repaired = left - 1, n_repaired + 1
+            left = repair if span.state == "erased" else left
+        assert report.tokens_recomputed == n_spans + n_repaired and n_repaired >= min(repair, 10)
+        assert torch.equal(plain._state.cache.positions, repaired._state.cache.positions)
+        for layer, (keys, values) in zip(expected.layers, layer_tensors(repaired), strict=True):
+            torch.testing.assert_close(keys, layer.keys, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(values, layer.values, atol=2e-5, rtol=1e-4)
+        changed = [
+            not torch.equal(a[0], b[0]) for a, b in zip(layer_tensors(plain), layer_tensors(repaired), strict=True)
+        ]
+        assert changed[-1], "in the last layer at least they saw the span"
+        repaired.settle()
+        assert_equals_reference(repaired)
+
+    def test_a_fork_and_a_failed_repair_leave_the_state_before(self, model: Any, monkeypatch: Any) -> None:
+        memory = erasing_memory(model, slots=3)
+        segments = filled(memory)
+        before = snapshot(memory)
+        memory.fork().retract(segments[1], method=KVErase(repair=8))
+        assert_unchanged(memory, before)
+
+        def broken(*arguments: Any) -> Any:
+            yield from runs(*arguments)
+            raise RuntimeError("stop")
+
+        monkeypatch.setattr("contextmem.retraction.kveraser.runs", broken)
+        with pytest.raises(RuntimeError):
+            memory.retract(segments[1], method=KVErase(repair=8))
+        assert_unchanged(memory, before)
+        memory.append("More.")
+        assert_equals_reference(memory)
+
+    def test_what_cannot_be_repaired_is_refused(self, model: Any) -> None:
+        memory = erasing_memory(model)
+        segments = filled(memory)
+        before = snapshot(memory)
+        with pytest.raises(UnsupportedEdit, match="slots"):
+            memory.retract(segments[1], method=KVErase(repair=8))
+        with pytest.raises(InvalidInput, match="repair"):
+            KVErase(repair=-1)
+        assert_unchanged(memory, before)
 
 
 class TestRanges:

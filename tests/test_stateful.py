@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from oracle import assert_equal_logits, assert_equals_reference, assert_unchanged, layer_tensors, same_tensors, snapshot
 from tiny import WINDOW, tiny_model, tiny_tokenizer
 
-from contextmem import ContextMemory, ContextMemoryError, OutOfMemory
+from contextmem import ContextMemory, ContextMemoryError, KVErase, OutOfMemory
 from contextmem.retraction import METHODS
 
 TEXTS = st.text(alphabet="abc déŠ日\n", max_size=14)
@@ -54,8 +54,8 @@ class MemoryMachine(RuleBasedStateMachine):
             assert_unchanged(self.memory, before)
 
     @precondition(lambda self: self.memory.segments())
-    @rule(data=st.data(), method=REMOVING, several=st.booleans())
-    def retract(self, data: st.DataObject, method: str, several: bool) -> None:
+    @rule(data=st.data(), method=REMOVING, several=st.booleans(), repair=st.sampled_from([0, 0, 7]))
+    def retract(self, data: st.DataObject, method: str, several: bool, repair: int) -> None:
         live = self.memory.segments()
         chosen = data.draw(
             st.lists(st.sampled_from(live), min_size=1, max_size=3 if several else 1, unique_by=lambda s: s.id)
@@ -66,7 +66,8 @@ class MemoryMachine(RuleBasedStateMachine):
         outside = [(k[:, :, keep], v[:, :, keep]) for k, v in layer_tensors(self.memory)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = self.memory.retract(chosen, method=method)
+            repairs = repair > 0 and method == "kveraser" and self.eraser.config.slots is not None
+            report = self.memory.retract(chosen, method=KVErase(repair=repair) if repairs else method)
         assert [s.text for s in self.memory.segments()] == kept
         assert set(report.segments) == {c.id for c in chosen}
         if report.method == "mask":
@@ -80,7 +81,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if self.eraser.config.slots is None:
                 assert same_tensors(now, outside)
             else:
-                assert same_tensors([(v, v) for _, v in now], [(v, v) for _, v in outside])
+                assert repairs or same_tensors([(v, v) for _, v in now], [(v, v) for _, v in outside])
                 assert all(span.n_tokens <= self.eraser.config.slots for span in new)
         if report.guarantee == "exact":
             assert self.memory._state.is_exact

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from contextmem.backbone import Backbone
 from contextmem.cache import Ranges, Slots, SpanCache
 from contextmem.eraser import KVEraser
-from contextmem.errors import UnsupportedEdit
+from contextmem.errors import InvalidInput, UnsupportedEdit
 from contextmem.framing import framing_of
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
 from contextmem.retraction.delete_and_shift import close_gaps_, is_worn, recompute_plan
 from contextmem.retraction.recompute import Recompute
+from contextmem.retraction.runs import following, runs
 from contextmem.state import State
 
 __all__ = ["KVErase", "closed", "overwritten", "without_tail"]
@@ -33,12 +34,19 @@ class KVErase:
     Attributes:
         eraser: default: the memory's own.
         question, prefix: what will be asked, as in `ask`, for an eraser that is conditioned on the question.
+        repair: tokens after every span that are computed again over the steering KV, which takes traces of e out of them, at
+            a cost that does not grow with s. Another erased span ends them. Takes an eraser that closes its gap.
     """
 
     eraser: KVEraser | None = None
     question: str = ""
     prefix: str = ""
+    repair: int = 0
     name: str = "kveraser"
+
+    def __post_init__(self) -> None:
+        if self.repair < 0:
+            raise InvalidInput(f"repair is a number of tokens, not {self.repair}. Nothing was changed.")
 
     def plan(self, edit: Edit) -> Plan:
         if edit.is_tail:
@@ -55,7 +63,15 @@ class KVErase:
             if is_worn(edit):
                 return recompute_plan(edit)
             edit.backbone.angles()
-        return Plan(self.name, sum(span.n_tokens for span in edit.inner), edit.n_kept, "approximate")
+        elif self.repair:
+            raise UnsupportedEdit(
+                "this eraser keeps all of its steering KV: what follows the span is not computed again. Leave out repair, "
+                "or train an eraser with slots. Nothing was changed."
+            )
+        spans = [span for span in edit.state.ledger.spans if span.start < edit.tail_start]
+        repaired = len(following(spans, {span.id for span in edit.inner}, self.repair))
+        n_spans = sum(span.n_tokens for span in edit.inner)
+        return Plan(self.name, n_spans + repaired, edit.n_kept - repaired, "approximate")
 
     def apply(self, edit: Edit) -> State:
         if edit.is_tail:
@@ -69,9 +85,17 @@ class KVErase:
         if eraser.config.slots is not None:
             ranges = [(span.start, span.stop) for span in edit.inner]
             packed = closed(edit.backbone, edit.state.cache, edit.kept, ranges, steering, eraser.config.slots)
-            return overwritten(edit, packed, most=eraser.config.slots)
+            return self._repaired(edit, overwritten(edit, packed, most=eraser.config.slots))
         patches = tuple((start, slots) for (start, _), slots in zip(spans, steering, strict=True))
         return overwritten(edit, cache, patches)
+
+    def _repaired(self, edit: Edit, state: State) -> State:
+        """The same state, whose cache is nobody else's yet, with the next tokens after every span computed again."""
+        ids = following(state.ledger.spans, {span.id for span in edit.inner}, self.repair)
+        for start, run in runs(ids, state.cache.positions):
+            over = state.cache.over(start, start + len(run))
+            edit.backbone.prefill(run, over, chunk=edit.chunk, step=edit.step)
+        return state
 
     def _asked(self, edit: Edit) -> tuple[int, ...]:
         if not self.question:

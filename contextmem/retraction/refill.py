@@ -9,6 +9,7 @@ from contextmem.errors import UnsupportedEdit
 from contextmem.retraction.base import Edit, Plan, register
 from contextmem.retraction.crop import Crop
 from contextmem.retraction.kveraser import overwritten, without_tail
+from contextmem.retraction.runs import following, runs
 from contextmem.state import State
 
 __all__ = ["Refill"]
@@ -51,29 +52,12 @@ class Refill:
         return overwritten(edit, cache, tuple(patches))
 
     def _parts(self, edit: Edit) -> list[tuple[int, tuple[int, ...]]]:
-        """First slot and ids of everything that is computed: runs of consecutive positions."""
+        """First slot and ids of everything that is computed."""
         blank = edit.codec.encode("\n")[0]
-        going = {span.id for span in edit.inner}
-        ids: dict[int, int] = {}
-        left = 0
-        for span in edit.state.ledger.spans:
-            if span.start >= edit.tail_start:
-                break
-            if span.id in going:
-                ids |= dict.fromkeys(range(span.start, span.stop), blank)
-                left = self.n_after
-            elif span.state == "erased":
-                left = 0
-            else:
-                ids |= dict(zip(range(span.start, min(span.start + left, span.stop)), span.token_ids, strict=False))
-                left = max(0, left - span.n_tokens)
-        positions = edit.state.cache.positions
-        starts = [s for s in ids if s - 1 not in ids or positions[s] != positions[s - 1] + 1]
-        stops = [*starts[1:], max(ids) + 1]
-        return [
-            (start, tuple(ids[slot] for slot in range(start, stop) if slot in ids))
-            for start, stop in zip(starts, stops, strict=True)
-        ]
+        spans = [span for span in edit.state.ledger.spans if span.start < edit.tail_start]
+        ids = following(spans, {span.id for span in edit.inner}, self.n_after)
+        ids |= {slot: blank for span in edit.inner for slot in range(span.start, span.stop)}
+        return runs(dict(sorted(ids.items())), edit.state.cache.positions)
 
 
 register(Refill())

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextmem import ContextMemory
+from contextmem.evals.distractor_qa.methods import method_of
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.rows import RowLog
-from contextmem.retraction import COMPARED
 
-__all__ = ["METHODS", "Injected", "injected_cases", "measure_injected", "misled"]
-
-METHODS = ("none", *COMPARED)
+__all__ = ["Injected", "injected_cases", "measure_injected", "misled"]
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def measure_injected(
             return
         edited, seconds = unshared_fork(memory), 0.0
         if method != "none":
-            seconds = edited.retract(inserted.id, method=method).seconds or 0.0
+            seconds = edited.retract(inserted.id, method=method_of(method)).seconds or 0.0
         said = edited.ask(question, prefix=prefix, max_new_tokens=12).text
         named = re.match(r"\w+", said)
         harmful, right = (edited.score(f"{t}`", question=question, prefix=prefix) for t in (case.harmful, case.tool))

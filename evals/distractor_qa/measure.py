@@ -11,14 +11,13 @@ from torch import Tensor
 
 from contextmem import ContextMemory
 from contextmem.evals.distractor_qa.build import LONGEST_ANSWER, QUESTION, Case, filled
+from contextmem.evals.distractor_qa.methods import method_of
 from contextmem.evals.distractor_qa.scoring import contains, exact_match, f1
 from contextmem.evals.forks import unshared_fork
 from contextmem.evals.rows import RowLog
-from contextmem.retraction import COMPARED
 
-__all__ = ["METHODS", "measure_case"]
+__all__ = ["measure_case"]
 
-METHODS = ("recompute", "none", *(method for method in COMPARED if method != "recompute"))
 _N_COMPARED = 8  # first tokens of the answer whose distributions are compared
 
 
@@ -51,7 +50,7 @@ def measure_case(
     def by(method: str) -> _Answered:
         edited, edit_s = unshared_fork(memory), 0.0
         if method != "none":
-            edit_s = edited.retract(inserted.id, method=method).seconds or 0.0
+            edit_s = edited.retract(inserted.id, method=method_of(method)).seconds or 0.0
         return _Answered(edited, edit_s, *_answer(edited, prompt))
 
     known = {"recompute": by("recompute"), "none": by("none")}

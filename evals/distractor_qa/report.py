@@ -11,7 +11,7 @@ from typing import Any
 from contextmem.evals.bootstrap import clustered_interval
 from contextmem.evals.distractor_qa.build import LENGTHS
 from contextmem.evals.distractor_qa.injection import misled
-from contextmem.evals.distractor_qa.measure import METHODS
+from contextmem.evals.distractor_qa.methods import METHODS
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 

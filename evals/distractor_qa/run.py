@@ -9,9 +9,9 @@ from typing import Any
 from contextmem.errors import InvalidInput
 from contextmem.evals.distractor_qa.build import LENGTHS, build, cases_of
 from contextmem.evals.distractor_qa.distractors import Pool
-from contextmem.evals.distractor_qa.injection import METHODS as INJECTED
 from contextmem.evals.distractor_qa.injection import injected_cases, measure_injected
-from contextmem.evals.distractor_qa.measure import METHODS, measure_case
+from contextmem.evals.distractor_qa.measure import measure_case
+from contextmem.evals.distractor_qa.methods import LEARNED, METHODS, usable
 from contextmem.evals.distractor_qa.questions import questions_of
 from contextmem.evals.distractor_qa.report import write_report
 from contextmem.evals.rows import RowLog
@@ -63,8 +63,8 @@ def run(
     subject = Subject.loaded(model_name, dtype=dtype, eraser=eraser)
     new_memory, kind = subject.memory, subject.described["dtype"]
     settings = subject.identity | {"pool": [Path(path).name for path in pool], "seed": seed}
-    log = RowLog(folder / "rows.jsonl", settings, subject.variants("kveraser"))
-    methods = [method for method in methods if subject.eraser is not None or method != "kveraser"]
+    log = RowLog(folder / "rows.jsonl", settings, subject.variants(*LEARNED))
+    methods = usable(tuple(methods), subject.eraser)
     near = Pool(pool, cases) if pool else None
     wanted = {f"{question.dataset}/{question.id}" for question in questions}
     counts: dict[str, dict[str, int]] = {}
@@ -79,7 +79,7 @@ def run(
                 _write(transcripts, case, answers)
             say(f"{length}: {number + 1} of {len(built)}")
     for number, injected in enumerate(injected_cases(0 if only_build else n_injected, seed)):
-        measure_injected(new_memory, injected, [m for m in INJECTED if m in ("none", *methods)], log)
+        measure_injected(new_memory, injected, list(dict.fromkeys(("none", *methods))), log)
         say(f"injection: {number + 1} of {n_injected}")
     table: str = write_report(log, counts, folder, command, seed, subject.described)
     return table
