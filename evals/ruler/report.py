@@ -135,6 +135,9 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    bases = sorted(
+        {method.partition("@")[0].partition("+")[0] for one in figures.values() for method in one["methods"]}
+    )
     figure, axes = plt.subplots(1, len(figures), figsize=(6.0 * len(figures), 4.2), layout="constrained", squeeze=False)
     for axis, (size, one) in zip(axes[0], figures.items(), strict=True):
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -142,7 +145,6 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
             if "needles" in row:
                 name, _, ratio = method.partition("@")
                 lines.setdefault(name, []).append((float(ratio), row["needles"][0]))
-        bases = sorted({name.partition("+")[0] for name in lines})
         for name, points in sorted(lines.items()):
             colour = f"C{bases.index(name.partition('+')[0]) % 10}"
             style = "-" if "+" in name else "--"
@@ -154,6 +156,6 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         if lines:
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, handlelength=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
