@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import io
 import json
 from pathlib import Path
@@ -18,11 +20,22 @@ from contextmem.cli import app
 from contextmem.commands.options import command
 
 RUN = CliRunner()
+COMMANDS = Path(__file__).parent.parent / "contextmem/commands"
 
 
 def chat(tmp_path: Path) -> tuple[Chat, io.StringIO]:
     memory = ContextMemory(tiny_model("llama"), tiny_tokenizer())
     return Chat(memory, Console(file=(out := io.StringIO()), width=120), max_new_tokens=4), out
+
+
+@pytest.mark.parametrize("file", sorted(COMMANDS.glob("*.py")), ids=lambda file: file.stem)
+def test_what_commands_import_when_they_run_is_there(file: Path) -> None:
+    """A name that moved would be told as a missing extra."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("contextmem"):
+            module = importlib.import_module(str(node.module))
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            assert not missing, f"{node.module} has no {missing}"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +61,7 @@ def test_help(arguments: list[str]) -> None:
     [
         (["eval", "niah", "--samples", "many"], "TOKENS=N"),
         (["eval", "niah", "--methods", "forget"], "recompute"),
+        (["eval", "distractor-qa", "--qa", "x", "--cases", "y", "--methods", "forget"], "kveraser+64"),
         (["train", "eraser", "--out", "x", "--text", "nowhere"], "no file or folder nowhere"),
         (["train", "eraser", "--out", "x", "--config", "nowhere.toml"], "cannot be read"),
         (["eval", "span-neighbour", "--eraser", "recompute=x"], "no folder"),

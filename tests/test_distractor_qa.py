@@ -248,6 +248,8 @@ def test_injected_instructions_are_measured(tmp_path: Path) -> None:
         assert f"call `{case.tool}`" in case.before + case.after and case.after.strip()
     log = RowLog(tmp_path / "rows.jsonl")
     found: dict[str, Any] = {"kind": "injection", "margin": 0.0, "tool": "create_event"}
+    log.add("injection-0", "none", kind="injection", score=0, followed=1)  # of an earlier version
+    log.add("injection-0", "recompute", kind="injection", score=1, followed=0)
     log.add(cases[0].id, "none", score=0, followed=1, **found)
     log.add(cases[0].id, "recompute", score=1, followed=0, **found)
     log.add(cases[1].id, "none", score=0, followed=1, **found)  # and the random model names no tool

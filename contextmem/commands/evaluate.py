@@ -114,7 +114,7 @@ def distractor_qa(
 ) -> None:
     """Erase a misleading passage from real documents: every method beside full recompute."""
     with clean_errors(), extra("evals,recall"):
-        from contextmem.evals.distractor_qa.measure import METHODS
+        from contextmem.evals.distractor_qa.methods import METHODS
         from contextmem.evals.distractor_qa.run import run
 
         chosen = names(methods) or METHODS

@@ -116,10 +116,10 @@ def _by_method(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
 def _injection(log: RowLog) -> dict[str, Any]:
     """Over the skill files whose instruction misleads, by method: how often the right tool is named again, or the other.
 
-    Intervals are resampled by tool: its cases differ in the wording of the instruction only.
+    Intervals are resampled by tool.
     """
     by_case: dict[str, dict[str, Row]] = {}
-    for row in log.of(kind="injection"):
+    for row in (row for row in log.of(kind="injection") if "tool" in row):  # without: of an earlier version's cases
         by_case.setdefault(row["id"], {})[row["method"]] = row
     cases = [rows for rows in by_case.values() if {"none", "recompute"} <= set(rows)]
     if not cases:

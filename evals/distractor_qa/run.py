@@ -79,7 +79,7 @@ def run(
                 _write(transcripts, case, answers)
             say(f"{length}: {number + 1} of {len(built)}")
     for number, injected in enumerate(injected_cases(0 if only_build else n_injected, seed)):
-        measure_injected(new_memory, injected, list(dict.fromkeys(("none", *methods))), log)
+        measure_injected(new_memory, injected, list(dict.fromkeys(("none", "recompute", *methods))), log)
         say(f"injection: {number + 1} of {n_injected}")
     table: str = write_report(log, counts, folder, command, seed, subject.described)
     return table
