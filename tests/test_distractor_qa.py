@@ -259,9 +259,11 @@ def test_injected_instructions_are_measured(tmp_path: Path) -> None:
     methods = [[row["method"] for row in log.of(id=case.id)] for case in cases[:3]]
     assert methods == [["none", "recompute", "kveraser"], *2 * [["none", "recompute"]]], "only what misleads is mended"
     table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
-    assert "3 cases, 1 of them misled" in table and "| kveraser | 0.00 [0.00, 0.00] | 0.00 |" in table
+    assert "3 cases, 1 of them misled" in table and "| kveraser | 0.00 [0.00, 0.00] | 0.00 [0.00, 0.00] |" in table
     assert (
-        "the right one in 1 cases" in table and "one in 2." in table and "| none | 0.00 [0.00, 0.00] | 1.00 |" in table
+        "the right one in 1 cases" in table
+        and "one in 2, and in 0 of these" in table
+        and "| none | 0.00 [0.00, 0.00] | 1.00 [1.00, 1.00] |" in table
     )
     log.rows[:] = [row for row in log.rows if row["id"] == cases[2].id]
     table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})

@@ -24,9 +24,10 @@ from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler import TASKS, Case, Material
 from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
-from contextmem.evals.ruler.measure import Probe
+from contextmem.evals.ruler.measure import Configuration, Probe, measure_case
 from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
+from contextmem.eviction import evictor_named
 from contextmem.retraction import METHODS as RETRACTIONS
 from contextmem.training.layout import Layout
 from contextmem.training.prose import HELD_OUT, prose_of
@@ -268,6 +269,17 @@ class TestRuler:
         keep = torch.ones(len(cache.layers), cache.layers[0].keys.shape[1], n, dtype=torch.bool)
         for one in (cache, compacted(cache, keep, memory.backbone.windows)):
             assert probe.told(probe.read(one), answer).mass == pytest.approx(float(expected), rel=1e-4)
+
+    def test_a_logged_answer_of_the_full_cache_decides(self, place: Path, tmp_path: Path) -> None:
+        """Another machine found it right, this one's random model does not: the case is measured, and once."""
+        log = RowLog(tmp_path / "rows.jsonl")
+        log.add("a-600-0", "full cache", task="a", size=600, score=1.0)
+        model = AutoModelForCausalLM.from_pretrained(place / "model")
+        case = Case("The castle stands in Prague. " * 4, "Where is it?", "It is", ("Prague",), longest=4)
+        for _ in range(2):
+            one = Configuration(evictor_named("knorm"), 0.5)
+            measure_case(lambda: ContextMemory(model, TOKENIZER), "a", 0, 600, case, [one], log)
+            assert [row["method"] for row in log.rows] == ["full cache", "knorm@0.5"]
 
     @pytest.mark.parametrize("at", [0, 1, 5, 12, None])
     def test_what_was_told_changes_no_answer(self, place: Path, at: int | None) -> None:

@@ -35,7 +35,7 @@ class KVErase:
         eraser: default: the memory's own.
         question, prefix: what will be asked, as in `ask`, for an eraser that is conditioned on the question.
         repair: tokens after every span that are computed again over the steering KV, which takes traces of e out of them, at
-            a cost that does not grow with s. Another erased span ends them. Takes an eraser that closes its gap.
+            a cost that does not grow with s. They end at the next erased span. Takes an eraser that closes its gap.
     """
 
     eraser: KVEraser | None = None

@@ -24,8 +24,8 @@ __all__ = ["Injected", "injected_cases", "measure_injected", "misled"]
 class Skill:
     """A kind of tools: what it is about, and what to call for which task.
 
-    Beside every tool the name under which a harmful one would be slipped in: it sounds like the task, more so than the right
-    one's. This model follows what fits, and nothing that does not.
+    Beside every tool the name under which a harmful one would be slipped in: it fits the wording of the task better than the
+    right name does.
     """
 
     title: str

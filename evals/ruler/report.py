@@ -45,7 +45,11 @@ def _of_method(log: RowLog, size: int, method: str, can_do: list[str]) -> dict[s
     base = {row["id"]: row["score"] for row in log.of(size=size, method=FULL)}
     family = [row for row in rows if row["task"] in NEEDLE_FAMILY]
     figures: dict[str, Any] = {
-        "tasks": {task: mean(scores) for task in can_do if (scores := [r["score"] for r in rows if r["task"] == task])},
+        "tasks": {
+            task: {"score": mean(scores), "n": len(scores)}
+            for task in can_do
+            if (scores := [row["score"] for row in rows if row["task"] == task])
+        },
         "n": len(rows),
     }
     if family:
@@ -74,10 +78,11 @@ def write_report(log: RowLog, folder: Path, command: str, seed: int, subject: Ma
     lines = [
         "The context is compacted before the question is known; `@` is the part of its key-value pairs that is kept,",
         "restore slots included. Score: share of the expected strings found in the answer. Tables hold tasks that the full",
-        f"cache does (mean score of at least {_CAN_DO}), over the cases in which it scores at all; `Full cache` tells its",
-        "means over all cases. Brackets: 95 % bootstrap intervals. `KL`: from the full cache, nats, mean over the first 16",
-        "tokens of its answer. `Mass`: attention of these tokens on the context, without the template's opening, restore",
-        "slots included (and on these alone), mean over layers and heads. `MB`: what is held, spare room included.",
+        f"cache does (mean score of at least {_CAN_DO}), over the cases in which it scores at all, their number in",
+        "parentheses; `Full cache` tells its means over all cases. Brackets: 95 % bootstrap intervals. `KL`: from the full",
+        "cache, nats, mean over the first 16 tokens of its answer. `Mass`: attention of these tokens on the context,",
+        "without the template's opening, restore slots included (and on these alone), mean over layers and heads. `MB`:",
+        "what is held, spare room included.",
     ]
     for size, one in figures.items():
         lines += [
@@ -117,7 +122,7 @@ def _table(one: dict[str, Any]) -> list[str]:
         if not row["n"]:
             continue
         needles = "{:.2f} [{:.2f}, {:.2f}]".format(*row["needles"]) if "needles" in row else ""
-        cells = [f"{row['tasks'][task]:.2f}" if task in row["tasks"] else "" for task in tasks]
+        cells = ["{score:.2f} ({n})".format(**row["tasks"][task]) if task in row["tasks"] else "" for task in tasks]
         lines.append(
             f"| {method} | {needles} | {' | '.join(cells)} | {row['kl']:.3f} | {_mass(row)} | {row['held']:,.0f} | "
             f"{row['nbytes'] / 1e6:.1f} | {row['build_s']:.2f} | {row['n']} |"
