@@ -35,10 +35,12 @@ class RestorerConfig(LearnedConfig):
 
     Attributes:
         evictor: name of the evictor it was trained beside; with another one it is a transfer.
+        largest_share: most of the context that may be kept beside its slots; where a budget keeps more they are left out.
     """
 
     FILE = "restorer_config.json"
     evictor: str = ""
+    largest_share: float = 1.0
 
 
 class RestoreKV(Learned):

@@ -95,7 +95,7 @@ def within(
 
     Steering blocks that take more than a quarter of the budget are recomputed away first. The slots of a `restorer` are
     generated over everything that is still there, the full tier where there is one, and take their part of the budget; where
-    they would take more than a quarter of it, or their positions are not free, they are left out.
+    they would not help (see `restores`) they are left out.
     """
     if n_tokens_held(state) <= budget.n_tokens:
         return state
@@ -171,9 +171,11 @@ def recalled(
 def restores(restorer: RestoreKV, backbone: Backbone, budget: Budget, state: State, n_whole: int) -> bool:
     """Whether restore slots are worth their place.
 
-    They take at most a quarter of what is kept, there is room beside the `n_whole` slots that are kept whole, and positions
-    are left for them and for what comes after.
+    No larger share is kept than they are for, they take at most a quarter of what is kept, there is room beside the
+    `n_whole` slots that are kept whole, and positions are left for them and for what comes after.
     """
+    if budget.target > restorer.config.largest_share * state.n_slots:
+        return False
     n, left = restorer.n, backbone.context_length - state.cache.next_position
     return 4 * n <= budget.target and n_whole + n <= budget.target and n + max(budget.reserve, _LEAST_ROOM) <= left
 

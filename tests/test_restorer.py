@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,24 @@ def test_where_the_budget_makes_them_useless_they_are_left_out() -> None:
     memory.append(TEXT * 3)
     cache = memory._state.cache
     assert isinstance(cache, RaggedCache) and cache.n_restore == 0
+
+
+def test_beside_a_larger_share_than_they_are_for_they_are_left_out(tmp_path: Path) -> None:
+    """And they come in by themselves when the memory has grown."""
+    model = tiny_model("llama")
+    restorer = restorer_of(model, n=4)
+    restorer.config = replace(restorer.config, largest_share=0.25)
+    restorer.save_pretrained(tmp_path, torch.float32)
+    memory = new(model, budget=60, reserve=0, restorer=RestoreKV.from_pretrained(tmp_path))
+    shares = set[bool]()
+    for _ in range(12):
+        memory.append(TEXT)
+        cache = memory._state.cache
+        if isinstance(cache, RaggedCache):
+            small = 0.25 * memory.seq_length >= 60
+            assert cache.n_restore == (4 if small else 0)
+            shares.add(small)
+    assert shares == {False, True}
 
 
 def test_saved_forked_and_rewound_with_their_slots(model: Any, tmp_path: Path) -> None:

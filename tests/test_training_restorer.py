@@ -237,6 +237,7 @@ class TestTrainer:
         assert (tmp_path / "killed/loss.png").stat().st_size > 0
         assert RestoreKV.from_pretrained(tmp_path / "killed/restorer").config == trained.config
         assert trained.config.training["steps"] == 4 and trained.config.evictor == "knorm"
+        assert trained.config.largest_share == plan.shares[1]
 
     def test_parts_can_be_left_as_they_are(self, tmp_path: Path) -> None:
         plan = RestorerPlan(**self.PLAN | {"steps": 1, "targets": ("q_proj", "v_proj"), "fixed_embeddings": True})

@@ -47,7 +47,7 @@ def test_it_fits_the_embedded_model_in_any_type(smollm2: tuple[Any, Any], dtype:
     assert eraser is not None and eraser.fits(backbone)
     assert restorer is not None and restorer.fits(backbone)
     memory = ContextMemory(model, smollm2[1], budget=96, reserve=0)
-    memory.append("The town of Ashby lies on the river Mere, and its bridge is old. " * 12)
+    memory.append("The town of Ashby lies on the river Mere, and its bridge is old. " * 30)
     assert memory.stats().tokens_held <= 96 and memory._state.cache.n_restore == restorer.n
 
 

@@ -54,7 +54,8 @@ class RestorerPlan(Plan):
         contexts_per_step: contexts whose gradients are added up in one step.
         lr: peak learning rate of the LoRA matrices; that of the embeddings is four times as high.
         sizes: (fewest, most) tokens of a context.
-        shares: (least, most) part of the pairs that is kept, restore slots included.
+        shares: (least, most) part of the pairs that is kept, restore slots included; where a budget keeps more than the
+            most, the trained slots are left out (`RestorerConfig.largest_share`).
         pool: different contexts, which are kept prefilled and scored and come again and again; 0: every one is new. Costs
             about 40 kB a token for SmolLM2 in bfloat16, and saves prefill, scoring and the teacher's answers. Their shares
             change.
@@ -276,7 +277,7 @@ def train_restorer(
     log = fit(objective, samples, stage, folder / stage.name, seed=plan.seed, save_steps=plan.save_steps)
     adapter.module.eval().requires_grad_(False)
     restorer.embeddings.requires_grad_(False)
-    restorer.config = replace(restorer.config, training=plan.record(before))
+    restorer.config = replace(restorer.config, training=plan.record(before), largest_share=plan.shares[1])
     if process.is_main_process:
         restorer.save_pretrained(folder / "restorer")
         curve({stage.name: log}, folder / "loss.png", "symmetric KL from the full cache, nats")

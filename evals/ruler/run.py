@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from contextmem import ContextMemory, RestoreKV
@@ -93,6 +94,13 @@ def _questions(paths: Sequence[str | Path]) -> tuple[Question, ...]:
     return questions_of(*paths) if paths else ()
 
 
+def _at_any_share(restorer: RestoreKV) -> RestoreKV:
+    """The same one, also used where a memory would leave its slots out: that is what is measured."""
+    measured = restorer.first(restorer.n)
+    measured.config = replace(restorer.config, largest_share=1.0)
+    return measured
+
+
 def _configurations(
     memory: ContextMemory,
     evictors: Sequence[str],
@@ -103,12 +111,12 @@ def _configurations(
     """Every evictor at every ratio, without restore slots, with those of its restorers, and with their controls."""
     if unknown := sorted({label.partition("/")[0] for label in restorers or {}} - set(evictors)):
         raise InvalidInput(f"a restorer is given for {unknown[0]!r}, which is not among the evictors measured.")
-    named = {label: RestoreKV.from_pretrained(place) for label, place in (restorers or {}).items()}
+    named = {label: _at_any_share(RestoreKV.from_pretrained(place)) for label, place in (restorers or {}).items()}
     found: list[Configuration] = []
     for name in evictors:
         evictor = evictor_named(name)
         if restorers is None and (shipped := restorer_for(memory.backbone, name)) is not None:
-            named[name] = shipped
+            named[name] = _at_any_share(shipped)
         own = {label: one for label, one in named.items() if label.partition("/")[0] == name}
         for ratio in ratios or RATIOS.get(name, (0.1, 0.3)):
             found.append(Configuration(evictor, ratio))
