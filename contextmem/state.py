@@ -53,6 +53,11 @@ class State:
         return isinstance(self.cache, RaggedCache)
 
     @property
+    def n_restore(self) -> int:
+        """Restore slots beside what was not evicted."""
+        return self.cache.n_restore if isinstance(self.cache, RaggedCache) else 0
+
+    @property
     def is_exact(self) -> bool:
         """Whether no approximate edit is left, and nothing was evicted."""
         return self.exact_slots == self.n_slots and not self.is_compacted

@@ -15,7 +15,8 @@ from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 from contextmem import ContextMemory, KVEraser
 from contextmem.backbone import Backbone
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+_N_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "2")) // _N_WORKERS))
 
 
 @cache

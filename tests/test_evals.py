@@ -286,15 +286,22 @@ class TestRuler:
 
     @pytest.mark.parametrize("at", [0, 1, 5, 12, None])
     def test_what_was_told_changes_no_answer(self, place: Path, at: int | None) -> None:
-        """An answer that differs from token `at` on, or nowhere, read in place of decoding."""
-        memory = ContextMemory(AutoModelForCausalLM.from_pretrained(place / "model"), TOKENIZER)
-        memory.append("The castle stands in Prague. " * 4)
+        """An answer that differs from token `at` on, or nowhere, read in place of decoding; over restore slots as well."""
+        model = AutoModelForCausalLM.from_pretrained(place / "model")
+        restorer: Any = moved(RestoreKV.untrained(model, n=4), model)  # type: ignore[arg-type]
+        memory = ContextMemory(model, TOKENIZER)
+        small = ContextMemory(model, TOKENIZER, budget=60, reserve=0, evictor="knorm", restorer=restorer)
+        for one in (memory, small):
+            one.append("The castle stands in Prague. " * 4)
+        restored: Any = small._state.cache
+        assert restored.n_restore == 4
         probe = Probe(memory, Case("", "Where is it?", "It is", ("Prague",), longest=12))
         cache = memory._state.cache
         keep = torch.rand(len(cache.layers), cache.layers[0].keys.shape[1], memory.seq_length) < 0.6
         keep[..., :4] = keep[..., -1:] = True
-        for one in (cache, compacted(cache, keep, memory.backbone.windows)):
-            read = probe.read(one)
+        evicted = compacted(cache, keep, memory.backbone.windows)
+        for one, stays in ((cache, True), (evicted, True), (restored, True), (restored, False)):
+            read = probe.read(one, stays=stays)
             decoded = probe.answered(read)
             assert len(decoded.token_ids) == 12
             other = list(decoded.token_ids)

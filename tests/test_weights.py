@@ -48,7 +48,7 @@ def test_it_fits_the_embedded_model_in_any_type(smollm2: tuple[Any, Any], dtype:
     assert restorer is not None and restorer.fits(backbone)
     memory = ContextMemory(model, smollm2[1], budget=96, reserve=0)
     memory.append("The town of Ashby lies on the river Mere, and its bridge is old. " * 30)
-    assert memory.stats().tokens_held <= 96 and memory._state.cache.n_restore == restorer.n
+    assert memory.stats().tokens_held <= 96 and memory.stats().restore_slots == restorer.n
 
 
 def test_needles_that_mislead_are_erased(smollm2: tuple[Any, Any], tmp_path: Path) -> None:

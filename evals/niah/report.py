@@ -176,7 +176,7 @@ def _body(figures: dict[str, Any]) -> Iterable[str]:
         yield from ("", f"## Exact match, {needle} needle erased", "")
         yield from _grid(
             ["method", *(f"{size:,}" for size in table)],
-            [[m, *(_cell(table[size].get(m)) for size in table)] for m in METHODS],
+            [[m, *(_cell(table[size].get(m)) for size in table)] for m in figures["outcomes"]],
         )
     yield from (
         "",
