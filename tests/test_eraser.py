@@ -526,6 +526,14 @@ class TestAuto:
         memory.append("Short.")
         assert memory.retract(memory.segments()[0]).method == "recompute"
 
+    @pytest.mark.parametrize(("n_after", "method"), [(24, "recompute"), (25, "kveraser")])
+    def test_recomputes_where_erasing_saves_less_than_half(self, n_after: int, method: str) -> None:
+        memory = erasing_memory(tiny_model("llama"))
+        wrong = memory.append("It is wrong.")
+        memory.append("x" * n_after)
+        assert wrong.n_tokens == 12
+        assert memory.retract(wrong, dry_run=True).method == memory.retract(wrong).method == method
+
     def test_recomputes_beyond_the_longest_span(self) -> None:
         memory = erasing_memory(tiny_model("llama"), max_span_tokens=10)
         segments = filled(memory)
