@@ -206,7 +206,7 @@ class TestBuild:
 
     def test_wrong_lengths_and_missing_builds_are_refused(self, questions: Any, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="length"):
-            build(new_memory, questions, None, tmp_path / "cases.jsonl", length="medium")
+            build(new_memory, questions, None, tmp_path / "cases.jsonl", length="endless")
         with pytest.raises(InvalidInput, match="--build"):
             cases_of(tmp_path / "cases.jsonl", "short", 0)
 

@@ -103,7 +103,7 @@ def distractor_qa(
     model: ModelOption = EMBEDDED,
     eraser: Annotated[str, typer.Option(help="'auto', a folder or a hub id.")] = "auto",
     dtype: DtypeOption = None,
-    lengths: Annotated[str, typer.Option(help="short, long, or both with a comma.")] = "short",
+    lengths: Annotated[str, typer.Option(help="short, middle, long, with commas.")] = "short",
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most questions a file; default: all.")] = None,
     insertions: Annotated[int, typer.Option(min=1, help="Most passages a question, each a case of its own.")] = 3,

@@ -20,7 +20,7 @@ __all__ = ["LENGTHS", "QUESTION", "Case", "answered", "build", "cases_of", "fill
 
 QUESTION = "Question: {question}\nAnswer in one sentence."
 LONGEST_ANSWER = 40
-LENGTHS = {"short": 0, "long": 3500}  # tokens that a context is filled up to
+LENGTHS = {"short": 0, "middle": 2000, "long": 3500}  # tokens that a context is filled up to
 _TRIES = 6  # distractors a question
 
 
@@ -33,7 +33,7 @@ class Case:
         before, distractor, after: the context's texts.
         kind: how the distractor was made.
         wrong: answers it argues for.
-        length: "short" or "long".
+        length: of `LENGTHS`.
     """
 
     id: str

@@ -221,7 +221,7 @@ def _plot(figures: Mapping[str, Any], path: Path) -> None:
                 f["seconds"],
                 f["contained"],
                 yerr=[[max(0, f["contained"] - f["low"])], [max(0, f["high"] - f["contained"])]],
-                fmt="os^Dvp*Xh"[number % 9],
+                fmt="os^Dvp*XhP"[number % 10],
                 capsize=2,
                 label=method,
             )
