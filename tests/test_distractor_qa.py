@@ -231,6 +231,14 @@ def test_every_method_is_measured_and_reported(questions: Any, tmp_path: Path, m
     assert "2 of 2 insertions" in table and "| kveraser | 1.00 [1.00, 1.00] |" in table and "made: kept" in table
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
+    untold = next(row for row in log.rows if row["method"] == "recompute")  # is wrong even when recomputed
+    untold["score"] = 0
+    for row in log.of(method="kveraser"):
+        row["edit_s"] = 9.0 if row["id"] == untold["id"] else 1.0
+    told = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
+    line = next(line for line in told.splitlines() if line.startswith("| kveraser | 1.00 [1.00, 1.00]"))
+    assert "1 of 2 insertions" in told and "| 5.000 |" in line, "what an edit costs is told of every insertion"
+
 
 def test_intervals_by_cluster_are_wider_where_clusters_agree() -> None:
     values, clusters = [1.0] * 15 + [0.0] * 15, [f"c{n // 5}" for n in range(30)]
