@@ -6,9 +6,11 @@ from contextmem import ContextMemory
 from contextmem.integrations.llama_index import ContextMemoryQueryEngine, SentenceEmbedding
 
 DOCUMENTS = {
-    "almanac": "From the county almanac. The yearly fee of the Larkspur library is 35 dollars. Cards are made at the desk, and children read free.",
+    "almanac": "From the county almanac. The yearly fee of the Larkspur library is 35 dollars. Cards are made at the desk, "
+    "and children read free.",
     "letter": "From a visitor's letter. The yearly fee of the Larkspur library is 90 dollars. It is described in the guide.",
-    "history": "The Larkspur library was built in 1921 from local stone. Its reading room looks over the river, and its tower holds the old town records.",
+    "history": "The Larkspur library was built in 1921 from local stone. Its reading room looks over the river, "
+    "and its tower holds the old town records.",
     "mill": "The old mill at Larkspur grinds flour on the first Sunday of every month. Visitors may watch.",
     "market": "The market opens at seven. Cheese, bread and honey come from the farms around.",
 }
