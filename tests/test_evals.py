@@ -26,6 +26,7 @@ from contextmem.evals.ruler import TASKS, Case, Material
 from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import Configuration, Probe, measure_case
+from contextmem.evals.ruler.published_set import PublishedSet
 from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
 from contextmem.eviction import evictor_named
@@ -251,6 +252,49 @@ class TestRuler:
             ({"restorers": {"knorm": places["knorm"], "knorm/restore": places["knorm"]}}, "must differ"),
             ({"restorers": {"knorm/a@b": places["knorm"]}}, "neither '@'"),
             ({"controls": ("dropped",)}, "no restorer"),
+        ):
+            with pytest.raises(InvalidInput, match=match):
+                run_ruler(tmp_path / "wrong", **options | wrong)
+
+    def test_a_copy_of_the_published_set(self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In its own order, with its own prompts and answers; what is no such copy is refused."""
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        records = [
+            {
+                "task": task,
+                "context": f"{number} stands here. " * 40,
+                "question": "Which number stands there?",
+                "answer_prefix": "Answer:",
+                "answer": [str(number), "8"],
+                "max_new_tokens": 4,
+            }
+            for task, number in (("niah_single_2", 11), ("qa_1", 12), ("niah_single_2", 13))
+        ]
+        copy = tmp_path / "ruler" / "600"
+        copy.mkdir(parents=True)
+        (copy / "test.jsonl").write_text("\n".join(map(json.dumps, records)))
+        found = PublishedSet(str(tmp_path / "ruler"))
+        assert found.case("niah_single_2", 600, 1) == Case(
+            records[2]["context"], records[2]["question"], "Answer:", ("13", "8"), needs_all=True, longest=4
+        )
+        asked = found.case("qa_1", 600, 0)
+        assert asked is not None and asked.score("it is 8") == 1.0 and found.case("qa_1", 600, 1) is None
+        options: Any = {"model_name": str(place / "model"), "evictors": ("knorm",), "ratios": (0.2,)}
+        options |= {"published": str(tmp_path / "ruler"), "samples": {600: 5}, "say": lambda _: None}
+        monkeypatch.setattr(Case, "score", lambda self, answer: 1.0)
+        run_ruler(tmp_path / "out", tasks=("niah_single_2", "qa_1"), **options)
+        rows = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+        assert len(rows) == 3 * 2 and {row["task"] for row in rows} == {"niah_single_2", "qa_1"}
+        with pytest.raises(InvalidInput, match="other settings"):
+            run_ruler(tmp_path / "out", **options | {"published": "", "tasks": ("vt",)})
+
+        (copy.parent / "700").mkdir()
+        (copy.parent / "700" / "test.jsonl").write_text(json.dumps({"context": "Other."}))
+        for wrong, match in (
+            ({"tasks": ("vt",)}, "no task 'vt' at 600; it has niah_single_2, qa_1"),
+            ({"samples": {500: 1}}, "folder 500"),
+            ({"samples": {700: 1}}, "lacks task, question"),
+            ({"text": [tmp_path]}, "of its own"),
         ):
             with pytest.raises(InvalidInput, match=match):
                 run_ruler(tmp_path / "wrong", **options | wrong)

@@ -155,6 +155,16 @@ class TestSamples:
         assert [d["supporting"] for d in uniform(hotpot)["documents"]] == [False, True]
         assert uniform(RECORD) == RECORD
 
+    def test_a_dataset_is_read_where_there_is_no_such_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        record = {"title": "Castles", "context": "In Prague.", "question": "Where?", "answers": {"text": ["Prague"]}}
+        (tmp_path / "squad").mkdir()
+        (tmp_path / "squad" / "train.jsonl").write_text(json.dumps(record))
+        (asked,) = questions_of(str(tmp_path / "squad"))
+        assert (asked.question, asked.answer, asked.supporting) == ("Where?", "Prague", "Castles\nIn Prague.")
+
     def test_by_number_whatever_the_order(self, layout: Layout) -> None:
         sources: Any = {"niah": NiahSource(PROSE, sizes=((1024, 1.0),)), "span_neighbour": SpanNeighbourSource(PROSE)}
         samples = Samples(layout, sources, {"niah": 0.5, "span_neighbour": 0.5}, 8, "seed")

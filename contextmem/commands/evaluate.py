@@ -270,13 +270,20 @@ def ruler(
             "dropped."
         ),
     ] = "",
+    published: Annotated[
+        str,
+        typer.Option(help="Hub id or local copy of the published RULER set, such as simonjegou/ruler, in their place."),
+    ] = "",
     samples: Annotated[
-        list[str] | None, typer.Option(help="TOKENS=N, repeatable; default: 25 cases a task at 1,024 and 2,048.")
+        list[str] | None,
+        typer.Option(
+            help="TOKENS=N, repeatable; default: 25 cases a task at 1,024 and 2,048, of the published set at 4,096."
+        ),
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
     """Ask a compacted memory: RULER-style tasks by evictor and budget, with and without restore slots."""
-    with clean_errors(), extra("evals"):
+    with clean_errors(), extra("evals,datasets" if published else "evals"):
         from contextmem.evals.ruler import TASKS
         from contextmem.evals.ruler.controls import CONTROLS
         from contextmem.evals.ruler.run import run
@@ -301,6 +308,7 @@ def ruler(
                 evictors=names(evictors),
                 ratios=ratios_of(ratios),
                 controls=names(controls),
+                published=published,
                 samples=counts(samples),
                 seed=seed,
                 command=command(),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from contextmem import ContextMemory, RestoreKV
 from contextmem.errors import InvalidInput
 from contextmem.evals.rows import RowLog
-from contextmem.evals.ruler import TASKS, Material, case_of
+from contextmem.evals.ruler import TASKS, Case, Material, case_of
 from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.measure import Configuration, measure_case
+from contextmem.evals.ruler.published_set import PublishedSet
 from contextmem.evals.ruler.report import write_report
 from contextmem.evals.subject import Subject
 from contextmem.eviction import EVICTORS, evictor_named
@@ -39,6 +41,7 @@ def run(
     evictors: Sequence[str] = (),
     ratios: Sequence[float] = (),
     controls: Sequence[str] = (),
+    published: str = "",
     samples: Mapping[int, int] | None = None,
     seed: int = 0,
     command: str = "contextmem eval ruler",
@@ -56,11 +59,16 @@ def run(
         tasks, evictors: names; default: all.
         ratios: parts of the context that are kept; default: `RATIOS`.
         controls: names of what else is put in the place of an evictor's restore slots, see `CONTROLS`.
-        samples: cases a task by size in tokens.
+        published: hub id or local copy of the published set, which is measured in the place of tasks of our own.
+        samples: cases a task by size in tokens; default: 25 at 1,024 and 2,048, of the published set at 4,096.
 
     Raises:
-        InvalidInput: a restorer is given for no evictor that is measured, names collide, or there are controls of nothing.
+        ImportError: `published` needs the extra `datasets`.
+        InvalidInput: a restorer is given for no evictor that is measured, names collide, there are controls of nothing, or
+            `published` cannot be read or is given beside texts.
     """
+    if published and (text or qa or hops):
+        raise InvalidInput("the published set has texts and questions of its own: give no text, qa or hops beside it.")
     subject = Subject.loaded(model_name, dtype=dtype)
     empty, layout = subject.memory(), subject.layout
 
@@ -68,11 +76,14 @@ def run(
         made: ContextMemory = subject.memory(eraser=None, restorer=None)
         return made
 
-    prose = prose_of(*text, part=None if text else HELD_OUT)
-    material = Material(layout, prose, _questions(qa), _questions(hops))
+    if published:
+        cases: Callable[[str, int, int], Case | None] = PublishedSet(published).case
+    else:
+        prose = prose_of(*text, part=None if text else HELD_OUT)
+        cases = partial(case_of, Material(layout, prose, _questions(qa), _questions(hops)), seed=seed)
     configurations = _configurations(empty, evictors or tuple(EVICTORS), ratios, restorers, controls)
     settings = subject.identity | {
-        "text": [Path(path).name for path in text],
+        "text": [published] if published else [Path(path).name for path in text],
         "qa": [Path(path).name for path in (*qa, *hops)],
         "seed": seed,
     }
@@ -80,10 +91,10 @@ def run(
     log = RowLog(folder / "rows.jsonl", settings, learned)
     if log.n_dropped:
         say(f"{log.n_dropped} rows of another restorer were dropped and are measured again")
-    for size, n in (samples or {1024: 25, 2048: 25}).items():
+    for size, n in (samples or ({4096: 25} if published else {1024: 25, 2048: 25})).items():
         for number in range(n):
             for name in tasks or TASKS:
-                if (case := case_of(material, name, size, number, seed)) is not None:
+                if (case := cases(name, size, number)) is not None:
                     measure_case(new_memory, name, number, size, case, configurations, log)
             say(f"{size}: {number + 1} of {n}")
     table: str = write_report(log, folder, command, seed, subject.described)

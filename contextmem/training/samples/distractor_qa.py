@@ -107,7 +107,7 @@ def questions_of(*paths: str | Path, longest: int = 1600) -> tuple[Question, ...
 
     Args:
         paths: files; what is no file is taken for a Hugging Face dataset ("name" or "name:config", its train split) with
-            the fields of SQuAD or of HotpotQA, which needs the `datasets` package and a network.
+            the fields of SQuAD or of HotpotQA, which needs the extra `datasets`; what is no local folder also a network.
         longest: most characters of a passage; records whose supporting passage is longer are left out.
 
     Raises:
