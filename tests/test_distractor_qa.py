@@ -19,9 +19,11 @@ from contextmem.evals.distractor_qa.injection import injected_cases, measure_inj
 from contextmem.evals.distractor_qa.measure import measure_case
 from contextmem.evals.distractor_qa.methods import METHODS
 from contextmem.evals.distractor_qa.questions import questions_of
-from contextmem.evals.distractor_qa.report import write_report
+from contextmem.evals.distractor_qa.report import frontier, summary, write_report
+from contextmem.evals.distractor_qa.run import run
 from contextmem.evals.distractor_qa.scoring import contains, exact_match, f1, is_yes_or_no
 from contextmem.evals.rows import RowLog
+from contextmem.evals.subject import Subject
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -83,6 +85,17 @@ class TestQuestions:
             ('{"question": "Who?", "answers": [], "documents": [{"text": "x", "supporting": true}]}', "empty"),
             ('{"question": "Who?", "answers": [" "], "documents": [{"text": "x", "supporting": true}]}', "words"),
             ('{"question": "Who?", "answers": ["x"], "documents": [{"text": "x"}]}', "'supporting'"),
+            ('{"question": "Who?", "answers": "x", "documents": [{"text": "x", "supporting": true}]}', "list of texts"),
+            (
+                '{"question": "Who?", "answers": ["x"], "documents": [{"text": "x", "supporting": "false"}]}',
+                "true or false",
+            ),
+            (
+                '{"question": "Who?", "answers": ["x"], "documents": [{"text": "x", "supporting": true}], '
+                '"wrong_answers": "y"}',
+                "list of texts",
+            ),
+            (json.dumps(RECORDS[0]), "second question with the id 'q0'"),
             ('["a list"]', "line 2"),
         ],
     )
@@ -92,6 +105,25 @@ class TestQuestions:
         with pytest.raises(InvalidInput, match=r"qa\.jsonl, line 2") as raised:
             questions_of([path])
         assert message in str(raised.value)
+
+    def test_a_line_ends_where_the_file_says_so(self, tmp_path: Path) -> None:
+        """Texts may hold line separators of their own; a record without an id takes its line's number."""
+        odd = {**RECORDS[0], "id": None, "question": "Which\u2028town\x85 is it?"}
+        path = tmp_path / "qa.jsonl"
+        path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in (RECORDS[1], odd, RECORDS[2])))
+        assert [question.id for question in questions_of([path])] == ["q1", "2", "q2"]
+        assert [question.id for question in questions_of([path], limit=2)] == ["q1", "2"]
+
+    def test_a_dataset_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        squad = {"id": "5f", "title": "Castles", "context": "It is in Prague.", "question": "Where?"}
+        squad |= {"answers": {"text": ["Prague"], "answer_start": [9]}}
+        datasets.Dataset.from_list([squad, {**squad, "id": "60"}]).to_parquet(tmp_path / "mine/train.parquet")
+        first, second = questions_of([str(tmp_path / "mine")])
+        assert (first.id, second.id, first.dataset, first.answers) == ("5f", "60", "mine", ("Prague",))
+        assert first.supporting[0].shown == "Castles\nIt is in Prague.\n\n"
+        assert len(questions_of([str(tmp_path / "mine")], limit=1)) == 1
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="nowhere"):
@@ -135,6 +167,21 @@ class TestDistractors:
             lambda: lambda texts: (calls.append(len(texts)), real(texts))[1],
         )
         assert Pool([path], tmp_path / "cache").nearest(questions[0], 3) == before and calls == [1]
+        changed = written(path, [*PASSAGES[:-1], {"title": "New", "text": questions[0].question}])
+        assert Pool([changed], tmp_path / "cache").nearest(questions[0], 1) == [questions[0].question]
+        assert calls[1:] == [len(PASSAGES), 1], "as many passages, but others"
+
+    @pytest.mark.parametrize("line", ["{", '["a list"]', '{"title": "x"}', '{"text": " "}', '{"text": ["x"]}'])
+    def test_a_line_that_is_no_passage_is_refused_by_number(self, tmp_path: Path, line: str) -> None:
+        path = written(tmp_path / "pool.jsonl", PASSAGES[:2])
+        path.write_text(path.read_text() + line + "\n")
+        with pytest.raises(InvalidInput, match=r"pool\.jsonl, line 3"):
+            Pool([path], tmp_path / "cache")
+
+    def test_untitled_documents_do_not_hide_untitled_passages(self, questions: Any, tmp_path: Path) -> None:
+        assert any(not document.title for document in questions[0].documents)
+        pool = Pool([written(tmp_path / "pool.jsonl", [{"text": "Rivers flow."}])], tmp_path)
+        assert pool.nearest(questions[0], 1) == ["Rivers flow."]
 
     def test_sentences_join_to_the_text(self) -> None:
         text = 'One. "Two!" Three?\n\nFour is v. long\nfive'
@@ -238,6 +285,47 @@ def test_every_method_is_measured_and_reported(questions: Any, tmp_path: Path, m
     told = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
     line = next(line for line in told.splitlines() if line.startswith("| kveraser | 1.00 [1.00, 1.00]"))
     assert "1 of 2 insertions" in told and "| 5.000 |" in line, "what an edit costs is told of every insertion"
+
+
+def test_a_build_alone_writes_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TestBuild().scripted(monkeypatch)
+    model = tiny_model("llama", "sdpa")
+    subject = Subject("tiny", model, tiny_tokenizer(), KVEraser.untrained(model, slots=4))
+    monkeypatch.setattr(Subject, "loaded", classmethod(lambda *_, **__: subject))
+    source = written(tmp_path / "qa.jsonl", RECORDS)
+    how: dict[str, Any] = {"qa": [source], "cases": tmp_path / "cases", "methods": ("none", "mask", "kveraser")}
+    counted = run(tmp_path / "results", **how, only_build=True, say=lambda text: None)
+    assert "| short | made: kept | 2 |" in counted and "| short | made: not answered | 1 |" in counted
+    assert (tmp_path / "cases/float32.jsonl").exists() and not (tmp_path / "results").exists()
+    run(tmp_path / "results", **how, transcripts=tmp_path / "answers.md", say=lambda text: None)
+    rows = RowLog(tmp_path / "results/rows.jsonl").rows
+    assert [row["method"] for row in rows] == ["none", "mask", "kveraser"] * 2
+    assert (tmp_path / "answers.md").read_text().count("- kveraser: ") == 2
+
+
+def test_methods_are_compared_case_by_case(tmp_path: Path) -> None:
+    """Scores of four insertions, of which the last was right all along and the third stays wrong without the passage."""
+    scores = {"recompute": [1, 1, 0, 1], "none": [0, 0, 0, 1], "kveraser": [1, 0, 0, 1], "mask": [1, 1, 0, 0]}
+    edits = {"recompute": [8.0, 2.0, 9.0, 6.0], "none": [0.0] * 4, "kveraser": [1.0, 1.0, 3.0, 1.5], "mask": [0.1] * 4}
+    log = RowLog(tmp_path / "rows.jsonl")
+    for method, of_cases in scores.items():
+        for n, score in enumerate(of_cases):
+            seconds = {"edit_s": edits[method][n], "query_s": 0.5, "decode_s": 0.5, "seconds": edits[method][n] + 1}
+            fixed: dict[str, Any] = {"dataset": "made", "kind": "retrieved", "length": "short", "em": 0, "kl": 0.1}
+            fixed |= {"outcome": "right" if score else "other", "tokens": 90, "span": 20, "suffix": 30}
+            log.add(f"{n}", method, question=f"q{n}", score=score, f1=score / 2, **fixed, **seconds)
+    figures = summary(log)["short"]
+    assert (figures["n"], figures["measured"]) == (2, 4)
+    assert figures["pooled"]["mask"]["beside_score"][0] == 0.5 and figures["pooled"]["mask"]["beside_f1"][0] == 0.25
+    assert figures["pooled"]["mask"]["closed"] == 0.5 and figures["pooled"]["kveraser"]["closed"] == 0.5
+    assert figures["faster"] == {"edit_s": 3.5, "seconds": 2.65}
+    table = write_report(log, {}, tmp_path, "a command", 0, {"model": "tiny"})
+    assert "| mask | +0.50 [+0.00, +1.00] | +0.25 [+0.00, +0.50] | 0.50 |" in table
+    assert "| kveraser |  |  | 0.50 |" in table, "nothing differs from itself"
+
+
+def test_the_frontier_is_what_nothing_quicker_reaches() -> None:
+    assert frontier([(3, 0.5), (1, 0.2), (2, 0.7), (1, 0.4), (4, 0.9)]) == [(1, 0.4), (2, 0.7), (4, 0.9)]
 
 
 def test_intervals_by_cluster_are_wider_where_clusters_agree() -> None:

@@ -22,12 +22,13 @@ from contextmem.backbone import Backbone
 from contextmem.codec import Codec
 from contextmem.eraser import CONDITIONINGS, EraserConfig
 from contextmem.framing import framing_of
+from contextmem.records import uniform
 from contextmem.training.eraser import TrainingPlan, train_eraser
 from contextmem.training.layout import Layout
 from contextmem.training.objective import EraserObjective
 from contextmem.training.prose import HELD_OUT, TRAIN, prose_of
 from contextmem.training.samples import Erasure, Sample
-from contextmem.training.samples.distractor_qa import DistractorQaSource, questions_of, uniform, with_one_more
+from contextmem.training.samples.distractor_qa import DistractorQaSource, questions_of, with_one_more
 from contextmem.training.samples.niah import NiahSource
 from contextmem.training.samples.span_neighbour import ANCHORS, SpanNeighbourSource
 from contextmem.training.trainer import Samples

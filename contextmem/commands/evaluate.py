@@ -96,7 +96,7 @@ def niah(
 
 @evaluate.command("distractor-qa")
 def distractor_qa(
-    qa: Annotated[list[Path], typer.Option(help="JSONL files of questions with documents, repeatable.")],
+    qa: Annotated[list[str], typer.Option(help="JSONL files, or Hugging Face datasets, of questions with documents.")],
     out: ResultsOption = Path("evals/distractor_qa/results"),
     cases: Annotated[Path, typer.Option(help="Folder for the built cases, which hold texts.")] = Path("cases"),
     pool: Annotated[list[Path] | None, typer.Option(help="JSONL files of passages to retrieve from.")] = None,
@@ -105,9 +105,9 @@ def distractor_qa(
     dtype: DtypeOption = None,
     lengths: Annotated[str, typer.Option(help="short, middle, long, with commas.")] = "short",
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Most questions a file; default: all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions a file or dataset; default: all.")] = None,
     insertions: Annotated[int, typer.Option(min=1, help="Most passages a question, each a case of its own.")] = 3,
-    build: Annotated[bool, typer.Option("--build", help="Only build the cases.")] = False,
+    build: Annotated[bool, typer.Option("--build", help="Only build the cases, and count them at every step.")] = False,
     injected: Annotated[int, typer.Option(min=0, help="Cases of skill files with an injected instruction.")] = 0,
     transcripts: Annotated[Path | None, typer.Option(help="A file to add the answers to.")] = None,
     seed: SeedOption = 0,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from contextmem.errors import InvalidInput
+from contextmem.records import from_jsonl
 
 __all__ = ["HELD_OUT", "TRAIN", "Prose", "prose_of"]
 
@@ -81,8 +81,7 @@ def _read(path: Path) -> Iterator[str]:
     elif not path.is_file():
         raise InvalidInput(f"there is no file or folder {path}.")
     elif path.suffix == ".jsonl":
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+        for _, record in from_jsonl(path):
             yield str(record.get("text") or record.get("document") or "")
     else:
         yield path.read_text(errors="replace")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from contextmem.errors import InvalidInput
+from contextmem.records import from_jsonl
 
 __all__ = ["Trace", "Turn", "traces_of"]
 
@@ -63,18 +64,13 @@ def traces_of(paths: Sequence[Path]) -> list[Trace]:
     """
     traces = []
     for path in paths:
-        try:
-            lines = path.read_text().splitlines()
-        except OSError as error:
-            raise InvalidInput(f"{path} cannot be read: {error.strerror}") from None
-        for number, line in enumerate(lines, 1):
+        for place, record in from_jsonl(path):
             try:
-                record = json.loads(line)
                 messages = record["messages"]
                 told = _dialogue(messages) if "text" in messages[0] else _messages(messages)
                 traces.append(Trace(f"{record['dataset']}/{record['id']}", tuple(told)))
             except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise InvalidInput(f"{path}, line {number}: no trace of tool calls: {error!r}") from None
+                raise InvalidInput(f"{place}: no trace of tool calls: {error!r}") from None
     return traces
 
 

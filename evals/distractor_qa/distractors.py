@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from contextmem.errors import InvalidInput
 from contextmem.evals.distractor_qa.questions import Question
 from contextmem.evals.distractor_qa.scoring import contains
 from contextmem.meaning import embedder
+from contextmem.records import Record, from_jsonl
 
 __all__ = ["Distractor", "Pool", "candidates", "sentences"]
 
@@ -32,15 +33,20 @@ class Distractor:
 
 
 class Pool:
-    """Passages with their meanings, embedded once and kept beside the built cases."""
+    """Passages with their meanings, embedded once and kept beside the built cases.
+
+    Raises:
+        InvalidInput: a file cannot be read, or a line is no `{"text", "title"?}`.
+    """
 
     def __init__(self, paths: Sequence[str | Path], cache: Path) -> None:
-        self._passages = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
-        place = cache / "pool.npy"
-        if place.exists() and len(vectors := np.load(place)) == len(self._passages):
-            self._vectors = vectors
+        self._passages = [_passage(*found) for path in paths for found in from_jsonl(path)]
+        told = "\n".join(text for _, text in self._passages)
+        place = cache / f"pool-{hashlib.sha256(told.encode()).hexdigest()[:12]}.npy"
+        if place.exists():
+            self._vectors = np.load(place)
         else:
-            self._vectors = np.asarray(embedder()([passage["text"] for passage in self._passages]))
+            self._vectors = np.asarray(embedder()([text for _, text in self._passages]))
             cache.mkdir(parents=True, exist_ok=True)
             np.save(place, self._vectors)
 
@@ -48,17 +54,24 @@ class Pool:
         """The passages nearest to the question that are from other articles and hold no answer."""
         if not self._passages:
             return []
-        titles = {document.title.casefold() for document in question.documents}
+        titles = {document.title.casefold() for document in question.documents if document.title}
         order = np.argsort(-(self._vectors @ embedder()([question.question])[0]))
         found: list[str] = []
         for index in order:
-            passage: dict[str, Any] = self._passages[index]
-            is_own = str(passage.get("title", "")).casefold() in titles
-            if not is_own and not contains(passage["text"], question.answers):
-                found.append(passage["text"])
+            title, text = self._passages[index]
+            if title.casefold() not in titles and not contains(text, question.answers):
+                found.append(text)
             if len(found) == n:
                 break
         return found
+
+
+def _passage(place: str, record: Record) -> tuple[str, str]:
+    """Title, which may be empty, and text."""
+    text = record.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidInput(f"{place}: a passage needs a 'text' with words in it, not {text!r}.")
+    return str(record.get("title") or ""), text
 
 
 def candidates(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -15,9 +15,10 @@ from contextmem.evals.distractor_qa.methods import METHODS
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 
-__all__ = ["summary", "write_report"]
+__all__ = ["filter_lines", "frontier", "summary", "write_report"]
 
 Row = dict[str, Any]
+_OURS = "kveraser"
 _OUTCOMES = ("right", "distractor", "overlap", "other")
 
 
@@ -47,24 +48,24 @@ def write_report(
         "stands in the model's sentence, word by word; its share is that of the gap between contaminated and recomputed",
         "that is closed. Brackets: 95 % bootstrap intervals, by question. `KL`: of the answer's first tokens from the",
         "context that never held the passage, nats a token. Seconds: medians over all insertions, after the first prefill.",
+        "Answers are sentences, so that none is an accepted answer alone (`EM`). Differences to `kveraser` are paired.",
     ]
     for length in LENGTHS:
         if figures[length]["n"]:
             lines += ["", *_tables(length, figures[length])]
     if figures["injection"]:
         lines += ["", *_injection_table(figures["injection"])]
-    lines += [
-        "",
-        "## Questions by the step at which they fell out",
-        "",
-        "| length | data set: step | questions |",
-        "|---|---|---|",
-    ]
-    lines += [f"| {length} | {step} | {n} |" for length, steps in counts.items() for step, n in sorted(steps.items())]
+    lines += ["", "## Questions by the step at which they fell out", "", *filter_lines(counts)]
     recorded = {**figures, "filter": counts}
     table: str = published(folder, "Distractor QA", lines, recorded, command=command, seed=seed, subject=subject)
     _plot(figures, folder / "plot.png")
     return table
+
+
+def filter_lines(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """A table of `counts`, see `write_report`."""
+    rows = [f"| {length} | {step} | {n} |" for length, steps in counts.items() for step, n in sorted(steps.items())]
+    return ["| length | data set: step | questions |", "|---|---|---|", *rows]
 
 
 def _of_length(rows: Sequence[Row]) -> dict[str, Any]:
@@ -80,10 +81,13 @@ def _of_length(rows: Sequence[Row]) -> dict[str, Any]:
     pooled = _by_method(list(telling.values()))
     for method, figures in pooled.items():  # what an edit costs does not depend on what is answered
         figures |= _medians([methods[method] for methods in by_case.values() if method in methods])
+        figures["closed"] = _closed(by_case.values(), method)
+        figures |= _beside_ours(telling.values(), method)
     return {
         "n": len(telling),
         "measured": len(by_case),
         "pooled": pooled,
+        "faster": _times_faster(by_case.values()),
         "datasets": {
             name: _by_method([m for m in telling.values() if m["none"]["dataset"] == name]) for name in datasets
         },
@@ -113,6 +117,31 @@ def _by_method(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
             "outcomes": {outcome: outcomes[outcome] / len(rows) for outcome in _OUTCOMES},
         }
     return figures
+
+
+def _closed(cases: Iterable[Mapping[str, Row]], method: str) -> float:
+    """Share of the gap between contaminated and recomputed over every insertion measured, whether it tells or not."""
+    found = [case for case in cases if {"none", "recompute", method} <= set(case)]
+    gap = sum(case["recompute"]["score"] - case["none"]["score"] for case in found)
+    return sum(case[method]["score"] - case["none"]["score"] for case in found) / gap if gap else 0.0
+
+
+def _beside_ours(cases: Iterable[Mapping[str, Row]], method: str) -> dict[str, tuple[float, float, float]]:
+    """Differences to `kveraser` case by case: means and intervals by question."""
+    pairs = [(case[method], case[_OURS]) for case in cases if {method, _OURS} <= set(case)]
+    if not pairs:
+        return {}
+    questions = [row["question"] for row, _ in pairs]
+    return {
+        f"beside_{name}": clustered_interval([row[name] - ours[name] for row, ours in pairs], questions)
+        for name in ("score", "f1")
+    }
+
+
+def _times_faster(cases: Iterable[Mapping[str, Row]]) -> dict[str, float]:
+    """By how much `kveraser` takes less time than recompute, in the median case: edit, and edit + question + answer."""
+    pairs = [(case["recompute"], case[_OURS]) for case in cases if {"recompute", _OURS} <= set(case)]
+    return {part: median(again[part] / ours[part] for again, ours in pairs) for part in ("edit_s", "seconds") if pairs}
 
 
 def _medians(rows: Sequence[Row]) -> dict[str, float]:
@@ -185,13 +214,24 @@ def _tables(length: str, figure: Mapping[str, Any]) -> list[str]:
             f"| {method} | {f['contained']:.2f} [{f['low']:.2f}, {f['high']:.2f}] | {f['em']:.2f} | {f['f1']:.2f} "
             f"| {f['kl']:.3f} | {f['seconds']:.2f} | {f['edit_s']:.3f} | {f['query_s']:.2f} | {f['decode_s']:.2f} |"
         )
-    if "kveraser" in pooled:
-        again, ours = pooled["recompute"], pooled["kveraser"]
+    if _OURS in pooled:
+        again, ours, faster = pooled["recompute"], pooled[_OURS], figure["faster"]
         lines += [
             "",
-            f"`kveraser` beside full recompute: edit {again['edit_s'] / ours['edit_s']:.1f}x, edit + question + answer "
-            f"{again['seconds'] / ours['seconds']:.1f}x faster (passages of {span:,.0f} tokens, {suffix:,.0f} after them).",
+            f"`kveraser` beside full recompute, ratio of the medians: edit {again['edit_s'] / ours['edit_s']:.1f}x, edit + "
+            f"question + answer {again['seconds'] / ours['seconds']:.1f}x faster; median of the ratios, case by case: "
+            f"{faster['edit_s']:.1f}x and {faster['seconds']:.1f}x (passages of {span:,.0f} tokens, {suffix:,.0f} after).",
+            "",
+            "| method, above `kveraser` by | contained | F1 | share of the gap closed, telling or not |",
+            "|---|---|---|---|",
         ]
+        for method in (method for method in pooled if method not in ("recompute", "none")):
+            f = pooled[method]
+            beside = [
+                "" if method == _OURS else "{:+.2f} [{:+.2f}, {:+.2f}]".format(*f[f"beside_{name}"])
+                for name in ("score", "f1")
+            ]
+            lines.append(f"| {method} | {' | '.join(beside)} | {f['closed']:.2f} |")
     for name in ("datasets", "kinds"):
         heads = list(figure[name])
         lines += ["", f"| contained | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
@@ -233,6 +273,8 @@ def _plot(figures: Mapping[str, Any], path: Path) -> None:
                 capsize=2,
                 label=method,
             )
+        best = frontier([(f["seconds"], f["contained"]) for f in pooled.values()])
+        axis.plot(*zip(*best, strict=True), color="0.6", linestyle="--", linewidth=1, zorder=0, label="best so far")
         axis.set(
             title=f"{length} contexts",
             xlabel="seconds after the initial prefill",
@@ -243,3 +285,12 @@ def _plot(figures: Mapping[str, Any], path: Path) -> None:
     axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The (seconds, quality) that nothing quicker reaches, quickest first."""
+    best: list[tuple[float, float]] = []
+    for seconds, quality in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or quality > best[-1][1]:
+            best.append((seconds, quality))
+    return best

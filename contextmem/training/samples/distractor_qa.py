@@ -7,19 +7,18 @@ teacher, kept are questions that the model answers rightly without it and wrongl
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from contextmem.errors import InvalidInput
+from contextmem.records import Record, questions_from
 from contextmem.training.layout import Layout
 from contextmem.training.samples.base import Erasure, Sample, register
 
-__all__ = ["DistractorQaSource", "Question", "questions_of", "uniform", "with_one_more"]
+__all__ = ["DistractorQaSource", "Question", "questions_of", "with_one_more"]
 
 _ASK_FOR_WORDS, _PREFIX = "\n\nAnswer with a few words only. {question}", "The answer is:"
 _ASK_FREELY = (
@@ -106,14 +105,13 @@ def questions_of(*paths: str | Path, longest: int = 1600) -> tuple[Question, ...
     """Questions from JSONL files with records `{question, answers, documents: [{title, text, supporting}]}`.
 
     Args:
-        paths: files; what is no file is taken for a Hugging Face dataset ("name" or "name:config", its train split) with
-            the fields of SQuAD or of HotpotQA, which needs the extra `datasets`; what is no local folder also a network.
+        paths: files or datasets, see `records.questions_from`.
         longest: most characters of a passage; records whose supporting passage is longer are left out.
 
     Raises:
-        InvalidInput: there is no such file, or no record that can be used.
+        InvalidInput: there is no such file, a line is no such record, or no record can be used.
     """
-    found = [question for path in paths for question in _usable(_records(path), longest)]
+    found = [question for path in paths for question in _usable(questions_from(path), longest)]
     if not found:
         raise InvalidInput(
             f"no question with a supporting passage that holds its answer in {', '.join(map(str, paths))}."
@@ -121,45 +119,18 @@ def questions_of(*paths: str | Path, longest: int = 1600) -> tuple[Question, ...
     return tuple(found)
 
 
-def _records(path: str | Path) -> Iterable[dict[str, Any]]:
-    if Path(path).is_file():
-        for line in Path(path).read_text().splitlines():
-            yield json.loads(line)
-        return
-    try:
-        from datasets import load_dataset
-
-        name, _, config = str(path).partition(":")
-        dataset = load_dataset(name, config or None, split="train")
-    except Exception as error:  # the package is missing, or one of its many errors
-        raise InvalidInput(f"{path} is no file, and cannot be fetched as a dataset: {error}") from error
-    yield from (uniform(record) for record in dataset)
-
-
-def uniform(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of SQuAD or HotpotQA in the form of our files; others as they are."""
-    context = record.get("context")
-    if isinstance(context, str):
-        documents = [{"title": record.get("title", ""), "text": context, "supporting": True}]
-        return {"question": record["question"], "answers": list(record["answers"]["text"]), "documents": documents}
-    if isinstance(context, dict):
-        supporting = set(record["supporting_facts"]["title"])
-        documents = [
-            {"title": title, "text": "".join(sentences), "supporting": title in supporting}
-            for title, sentences in zip(context["title"], context["sentences"], strict=True)
-        ]
-        return {"question": record["question"], "answers": [record["answer"]], "documents": documents}
-    return record
-
-
-def _usable(records: Iterable[dict[str, Any]], longest: int) -> Iterable[Question]:
-    for record in records:
-        documents = [(d["supporting"], f"{d['title']}\n{d['text']}") for d in record["documents"]]
-        for answer in record["answers"][:1]:
+def _usable(records: Iterable[tuple[str, Record]], longest: int) -> Iterable[Question]:
+    for place, record in records:
+        try:
+            documents = [(d["supporting"], f"{d['title']}\n{d['text']}") for d in record["documents"]]
+            question, answers = record["question"], record["answers"][:1]
+        except (KeyError, TypeError) as error:
+            raise InvalidInput(f"{place}: no record of a question with documents: {error!r}") from None
+        for answer in answers:
             holding = [t for supporting, t in documents if supporting and answer in t and len(t) <= longest]
             if holding and 1 < len(answer) <= 40:
                 others = tuple(t for _, t in documents if answer not in t and len(t) <= longest)
-                yield Question(record["question"], answer, holding[0], others)
+                yield Question(question, answer, holding[0], others)
 
 
 def with_one_more(texts: list[str], inserted: str, rng: random.Random) -> list[str]:
