@@ -11,6 +11,7 @@ from contextmem.evals.bootstrap import mean_interval
 from contextmem.evals.published import published
 from contextmem.evals.rows import RowLog
 from contextmem.evals.ruler.base import NEEDLE_FAMILY, TASKS
+from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import FULL
 
@@ -140,27 +141,37 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    bases = sorted(
-        {method.partition("@")[0].partition("+")[0] for one in figures.values() for method in one["methods"]}
+    shown = {size: _lines(one["methods"]) for size, one in figures.items()}
+    evictors = sorted({name.partition("+")[0] for lines in shown.values() for name in lines})
+    colours = {name: f"C{index % 10}" for index, name in enumerate(evictors)}
+    figure, axes = plt.subplots(
+        1, len(figures), figsize=(5.2 * len(figures) + 2, 4.2), layout="constrained", squeeze=False
     )
-    figure, axes = plt.subplots(1, len(figures), figsize=(6.0 * len(figures), 4.2), layout="constrained", squeeze=False)
-    for axis, (size, one) in zip(axes[0], figures.items(), strict=True):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for method, row in one["methods"].items():
-            if "needles" in row:
-                name, _, ratio = method.partition("@")
-                lines.setdefault(name, []).append((float(ratio), row["needles"][0]))
-        for name, points in sorted(lines.items()):
-            colour = f"C{bases.index(name.partition('+')[0]) % 10}"
-            style = "-" if "+" in name else "--"
-            axis.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, color=colour, label=name)
+    for axis, (size, lines) in zip(axes[0], shown.items(), strict=True):
+        for name, points in lines.items():
+            style, colour = "-" if "+" in name else "--", colours[name.partition("+")[0]]
+            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, color=colour)
         axis.set(title=f"{int(size):,} tokens", xlabel="part of the context that is kept", ylabel="score, needle tasks")
         ratios = sorted({ratio for points in lines.values() for ratio, _ in points})
         axis.set(xscale="log", ylim=(-0.02, 1.02))
         axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        if lines:
-            axis.legend(fontsize=7, handlelength=3)
+    handles = [plt.Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    handles += [
+        plt.Line2D([], [], color="black", linestyle=style, label=label)
+        for style, label in (("--", "alone"), ("-", "with restore slots"))
+    ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8, handlelength=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _lines(methods: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Points (ratio, score) by method, without the controls, which the tables tell."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for method, row in methods.items():
+        name, _, ratio = method.partition("@")
+        if "needles" in row and name.partition("+")[2] not in CONTROLS:
+            lines.setdefault(name, []).append((float(ratio), row["needles"][0]))
+    return {name: sorted(points) for name, points in sorted(lines.items())}
