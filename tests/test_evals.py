@@ -27,6 +27,7 @@ from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import Configuration, Probe, measure_case
 from contextmem.evals.ruler.published_set import PublishedSet
+from contextmem.evals.ruler.report import plotted
 from contextmem.evals.ruler.run import run as run_ruler
 from contextmem.evals.span_neighbour.run import run as run_span_neighbour
 from contextmem.eviction import evictor_named
@@ -246,6 +247,8 @@ class TestRuler:
         for name in ("positions-only", "dropped"):
             assert rows[f"knorm+{name}@0.2"]["mass_restored"] == 0 and rows[f"knorm+{name}@0.2"]["kl"] != restored["kl"]
         assert rows["knorm+positions-only@0.2"]["held"] == pytest.approx(restored["held"] - 4)
+        metrics = json.loads((tmp_path / "metrics.json").read_text())["figures"]["600"]
+        assert set(plotted(metrics["methods"])) == {"knorm", "knorm+restore", "knorm+other"}
 
         for wrong, match in (
             ({"restorers": {"knrm": places["knorm"]}}, "knrm"),

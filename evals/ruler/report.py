@@ -15,7 +15,7 @@ from contextmem.evals.ruler.controls import CONTROLS
 from contextmem.evals.ruler.gains import gain_lines, gains_of
 from contextmem.evals.ruler.measure import FULL
 
-__all__ = ["order", "summary", "write_report"]
+__all__ = ["order", "plotted", "summary", "write_report"]
 
 _CAN_DO = 0.5  # mean score of the full cache from which a task says something about eviction
 Row = dict[str, Any]
@@ -141,7 +141,7 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = {size: _lines(one["methods"]) for size, one in figures.items()}
+    shown = {size: plotted(one["methods"]) for size, one in figures.items()}
     evictors = sorted({name.partition("+")[0] for lines in shown.values() for name in lines})
     colours = {name: f"C{index % 10}" for index, name in enumerate(evictors)}
     figure, axes = plt.subplots(
@@ -167,7 +167,7 @@ def _plot(figures: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _lines(methods: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+def plotted(methods: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Points (ratio, score) by method, without the controls, which the tables tell."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for method, row in methods.items():
